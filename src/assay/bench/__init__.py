@@ -1,0 +1,1 @@
+"""The machine that runs claims: vocabulary, runner, executors, store, verdict, race, report."""

@@ -1,0 +1,14 @@
+"""One file per method: what is compared, on what, and what decides.
+
+``CLAIMS`` is the one table of slugs. It is data, so that ``assay list`` imports no claim and no heavy library;
+packages elsewhere add claims through the entry point group ``assay.claims`` (see docs/adding-a-method.md).
+"""
+
+from __future__ import annotations
+
+CLAIMS: dict[str, tuple[str, str]] = {
+    # slug: (family, what it is in one line)
+    "kivi": ("serving", "Tuning-free asymmetric 2-bit quantisation of the key-value cache"),
+    "rqr": ("statistics", "Prediction intervals by relaxed quantile regression, narrower on skewed noise"),
+    "stein_thinning": ("statistics", "Debiased compression of biased samples with Stein kernels"),
+}

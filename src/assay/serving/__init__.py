@@ -1,0 +1,15 @@
+"""Running language models cheaper: parts for ``transformers``.
+
+Names are imported on first use, so ``import assay.serving`` is free.
+"""
+
+from __future__ import annotations
+
+from assay._lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "KIVICache": "kivi",
+    },
+)

@@ -1,0 +1,21 @@
+"""Estimation and sampling: parts for scikit-learn, torch, SciPy and ArviZ.
+
+Names are imported on first use, so ``import assay.statistics`` is free.
+"""
+
+from __future__ import annotations
+
+from assay._lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "RQRLoss": "rqr",
+        "RQRRegressor": "rqr",
+        "RQRBoostingRegressor": "rqr",
+        "ConformalIntervalRegressor": "rqr",
+        "SteinKernel": "stein_thinning",
+        "SteinCompressor": "stein_thinning",
+        "Coreset": "stein_thinning",
+    },
+)
