@@ -65,11 +65,14 @@ def load(slug: str) -> Claim:
     Raises
     ------
     InputError
-        The slug is unknown, or its target is not a :class:`Claim` of that slug.
+        The slug is unknown, its module cannot be imported, or it holds no :class:`Claim` of that slug.
     """
     entry = find(slug)
     module, _, attribute = entry.target.partition(":")
-    claim = getattr(importlib.import_module(module), attribute or "CLAIM", None)
+    try:
+        claim = getattr(importlib.import_module(module), attribute or "CLAIM", None)
+    except ImportError as error:
+        raise InputError(f"claim {entry.slug!r} ({entry.title}) cannot be imported from {module}: {error}") from error
     if not isinstance(claim, Claim) or claim.slug != entry.slug:
         raise InputError(f"entry point {entry.slug!r} must point at a Claim with that slug; {entry.target} is not one")
     return claim
