@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json as jsonlib
+import os
 import sys
 import types
 import typing
@@ -21,9 +22,12 @@ from assay.errors import InputError, StoreError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
     from assay.bench.api import Result
     from assay.bench.claim import Claim
+    from assay.bench.verdict import Answer
 
 EXAMPLES = """
 **Examples**
@@ -231,7 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted; finished trials are kept, the same command resumes", code=130)
     except BrokenPipeError:  # `assay list | head`
-        sys.stdout = None  # type: ignore[assignment]
+        # Python flushes standard output once more at exit; give it a place to go.
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
         return 0
 
 
@@ -350,7 +355,7 @@ def _card(claim: Claim) -> str:
     return "\n".join(lines)
 
 
-SYMBOL = {"holds": ("✓", "green"), "does not hold": ("✗", "red"), "undecided": ("?", "yellow")}
+COLOURS = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
 
 
 def _print(result: Result) -> None:
@@ -358,75 +363,75 @@ def _print(result: Result) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from assay.bench import wording
+
     run, verdict, console = result.run, result.verdict, _console()
-    symbol, colour = SYMBOL[verdict.answer]
-    console.print(Text.assemble((f"{symbol} {run.claim.slug}: {verdict.answer}", f"bold {colour}")))
-    console.print(f"{run.claim.question} On {run.title}, {run.replicates} x {run.claim.unit}, scale {run.key.scale}.")
-    table = Table(header_style="bold", expand=False)
-    for name, justify in (
-        ("statement", "left"),
-        ("setting", "left"),
-        ("effect", "right"),
-        ("95% interval", "right"),
-        ("must be", "right"),
-        ("against", "left"),
-        ("n", "right"),
-        ("answer", "left"),
-        ("the paper reported", "left"),
-    ):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    claim = run.claim
+    console.print(_answer(f"{claim.slug}: ", verdict.answer))
+    console.print(
+        f"{claim.question}\nOn {run.title}; {run.replicates} replicates ({claim.unit}), scale {run.key.scale}.",
+        markup=False,
+        highlight=False,
+    )
+    table = Table(header_style="bold")
+    table.add_column("statement", overflow="fold", ratio=3)
+    table.add_column("setting", overflow="fold")
+    for name in ("effect", "95% interval", "must be"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("against", overflow="fold")
+    table.add_column("n", justify="right")
+    table.add_column("answer", no_wrap=True)
+    table.add_column("the paper reported", overflow="fold", ratio=2)
     for d in verdict.decisions:
         s, c = d.statement, d.deciding
-        paper = s.reported.text if s.reported is not None else ""
-        symbol, colour = SYMBOL[d.answer]
-        answer = Text(f"{symbol} {d.answer}" + ("" if s.decides else " (informative)"), style=colour)
-        if c is None:
-            table.add_row(s.text, d.setting, "", "", _bound(run.claim, s), "", "", answer, paper)
-            continue
-        against = c.baseline if c.baseline is not None else f"{s.constant:g}"
-        interval = f"[{_number(c.low)}, {_number(c.high)}]"
+        metric = claim.metric(s.metric)
+        measured = (wording.effect(c, s, metric), wording.interval(c)) if c is not None else (wording.MISSING,) * 2
         table.add_row(
-            s.text, d.setting, _number(c.effect), interval, _bound(run.claim, s), against, str(c.n), answer, paper
+            Text(s.text if s.decides else f"{s.text} (informative)"),
+            d.setting,
+            *measured,
+            wording.bound(s, metric),
+            Text(wording.against(c, s, claim)),
+            str(c.n) if c is not None else wording.MISSING,
+            _answer("", d.answer),
+            Text(s.reported.text if s.reported is not None else ""),
         )
     console.print(table)
     console.print(_arms_table(result))
-    reasons = dict.fromkeys(
-        f"{d.statement.name}, {d.setting}: {d.reason}" for d in verdict.decisions if d.answer != "holds" and d.reason
-    )
-    for line in [*reasons, *verdict.warnings, *run.claim.notes]:
+    open_ = [f"{d.statement.name}, {d.setting}: {d.reason}" for d in verdict.decisions if d.answer != "holds"]
+    for line in dict.fromkeys([*open_, *verdict.warnings, *claim.notes]):
         console.print(f"- {line}", markup=False, highlight=False)
 
 
-def _arms_table(result: Result) -> Any:
+def _answer(before: str, answer: Answer) -> Text:
+    from rich.text import Text
+
+    from assay.bench.wording import SYMBOLS
+
+    return Text(f"{SYMBOLS[answer]} {before}{answer}", style=COLOURS[answer])
+
+
+def _arms_table(result: Result) -> Table:
     """Medians over replicates of every metric, one row per arm and setting."""
     from rich.table import Table
+    from rich.text import Text
+
+    from assay.bench.wording import number
 
     run, frame = result.run, result.trials
     metrics = [m for m in run.claim.metrics if m.name in frame]
-    table = Table(title="Median over replicates", title_justify="left", header_style="bold", box=None, pad_edge=False)
+    table = Table(title="Medians over replicates", title_justify="left", header_style="bold", box=None, pad_edge=False)
     table.add_column("setting")
     table.add_column("arm")
     for m in metrics:
         arrow = {"lower": " ↓", "higher": " ↑", None: ""}[m.better]
-        table.add_column(f"{m.label}{f' [{m.unit}]' if m.unit else ''}{arrow}".replace("[", r"\["), justify="right")
+        table.add_column(Text(f"{m.label}{f' ({m.unit})' if m.unit else ''}{arrow}"), justify="right")
     for setting in run.settings:
         for arm in run.arms:
             rows = frame[(frame["setting"] == setting) & (frame["arm"] == arm)] if len(frame) else frame
             if len(rows):
-                medians = [rows[m.name].median() for m in metrics]
-                table.add_row(setting, arm, *(_number(v) for v in medians))
+                table.add_row(setting, arm, *(number(float(rows[m.name].median())) for m in metrics))
     return table
-
-
-def _bound(claim: Claim, s: Any) -> str:
-    return f"{'<' if claim.metric(s.metric).better == 'lower' else '>'} {_number(s.limit)}"
-
-
-def _number(value: float) -> str:
-    """Four significant digits, thousands in full."""
-    if value != value:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def _print_runs(found: Sequence[Result]) -> None:

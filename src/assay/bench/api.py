@@ -197,6 +197,49 @@ def run(
     return Result(done, decide(done))
 
 
+def stored(store: str | Path | None = None, slug: str | None = None, *, latest: bool = False) -> list[Result]:
+    """Results that a store holds, decided anew from their trials; the run that was used last comes first.
+
+    Parameters
+    ----------
+    store
+        SQLite file or SQLAlchemy URL; by default ``$ASSAY_STORE``, else the user's data folder.
+    slug
+        Only runs of this claim.
+    latest
+        Only one run of each claim: the last one.
+
+    Raises
+    ------
+    InputError
+        The slug is unknown, or the store holds nothing that was asked for.
+    StoreError
+        The store cannot be read.
+    """
+    from assay.bench.store import Store
+
+    wanted = registry.find(slug).slug if slug is not None else None
+    found: list[Result] = []
+    with Store(store) as opened:
+        for record in opened.runs():
+            name = record.key.claim
+            if (wanted is not None and name != wanted) or name not in registry.entries():
+                continue
+            if latest and any(r.run.claim.slug == name for r in found):
+                continue
+            claim = registry.load(name)
+            # A run may be older than the claim's present form: what the claim no longer knows cannot be judged.
+            record = dataclasses.replace(
+                record, arms=tuple(a for a in record.arms if a in {x.name for x in claim.arms})
+            )
+            run = opened.load(record, claim)
+            found.append(Result(run, decide(run)))
+        if not found:
+            what = f"no run of {wanted}" if wanted else "no runs"
+            raise InputError(f"the store {opened} holds {what}; start with `assay run {wanted or 'rqr'}`")
+    return found
+
+
 class _progress:
     """A rich bar on standard error, a callable of the user, or nothing."""
 
