@@ -385,7 +385,7 @@ def _print(result: Result) -> None:
     for d in verdict.decisions:
         s, c = d.statement, d.deciding
         metric = claim.metric(s.metric)
-        measured = (wording.effect(c, s, metric), wording.interval(c)) if c is not None else (wording.MISSING,) * 2
+        measured = (wording.effect(c, s, metric), wording.interval(c, metric)) if c is not None else (wording.MISSING,) * 2
         table.add_row(
             Text(s.text if s.decides else f"{s.text} (informative)"),
             d.setting,

@@ -9,7 +9,7 @@ import numpy as np
 
 from assay.bench.claim import Arm, Claim, Metric, Paper, Race, Reported, Scale, Statement
 from assay.bench.trial import Run, RunKey, Trial
-from assay.bench.verdict import Comparison, Decision, Verdict
+from assay.bench.verdict import Verdict, decide
 
 ENVIRONMENT = {
     "platform": "Linux-6.1-x86_64",
@@ -43,7 +43,9 @@ def cache_claim() -> Claim:
         slug="cache",
         title="Two-bit caches",
         family="serving",
-        paper=Paper("A cache in two bits", "A. Author, B. Writer and C. Scribe", "ICML 2024", "https://example.org/paper"),
+        paper=Paper(
+            "A cache in two bits", "A. Author, B. Writer and C. Scribe", "ICML 2024", "https://example.org/paper"
+        ),
         question="Would a 2-bit cache hurt my language model?",
         statements=(
             Statement(
@@ -94,27 +96,20 @@ def cache_claim() -> Claim:
         unit="document",
         snippet="from assay.serving import KIVICache\ncache = KIVICache()",
         example="assay run cache --text my.txt",
-        notes=("At 135 million parameters the loss is larger than at 7 billion: small models have fewer heads to spare.",),
+        notes=(
+            "At 135 million parameters the loss is larger than at 7 billion: small models have fewer heads to spare.",
+        ),
     )
-
-
-def _summarise(statement, baseline, effects, replicates, answer, reason, counted=False):
-    values = np.asarray(effects, dtype=float)
-    if statement.scale == "ratio":
-        values = np.log(values)
-    mean = float(values.mean())
-    half = 0.0 if counted else 2.2 * float(values.std(ddof=1)) / math.sqrt(len(values))
-    numbers = (mean, mean - half, mean + half)
-    if statement.scale == "ratio":
-        numbers = tuple(math.exp(v) for v in numbers)
-    return Comparison(baseline, answer, reason, len(values), *numbers, tuple(replicates), tuple(float(v) for v in effects))
 
 
 def cache_run(replicates: int = 8) -> tuple[Run, Verdict]:
     claim = cache_claim()
     rng = np.random.default_rng(3)
     settings = ("512 tokens", "4,096 tokens")
-    trials, failed = [], "Traceback (most recent call last):\n  File \"arm.py\", line 3, in run\nRuntimeError: group size 32 < 64"
+    trials, failed = (
+        [],
+        'Traceback (most recent call last):\n  File "arm.py", line 3, in run\nRuntimeError: group size 32 < 64',
+    )
     for setting in settings:
         for r in range(replicates):
             base = 2.9 + rng.normal(0, 0.2)
@@ -155,56 +150,48 @@ def cache_run(replicates: int = 8) -> tuple[Run, Verdict]:
         {"hqq_timed": "needs hqq>=0.2, which is not installed; pip install 'hqq>=0.2'"},
         {"text": "my book.txt"},
     )
-    decisions = []
-    for statement in claim.statements:
-        for setting in settings:
-            comparisons = []
-            for baseline in statement.baselines:
-                if baseline == "hqq_timed":
-                    nan = math.nan
-                    comparisons.append(Comparison(baseline, "undecided", "the arm was skipped", 0, nan, nan, nan))
-                    continue
-                a, b = run.select(setting, statement.method), run.select(setting, baseline)
-                pairs = [(a[r].metrics[statement.metric], b[r].metrics[statement.metric]) for r in sorted(a)]
-                effects = [x / y if statement.scale == "ratio" else x - y for x, y in pairs]
-                counted = claim.metric(statement.metric).counted
-                reason = "the whole interval lies below the bound"
-                comparisons.append(
-                    _summarise(statement, baseline, effects, sorted(a), "holds", reason, counted)
-                )
-            speed = statement.name == "speed"
-            decisions.append(
-                Decision(
-                    statement,
-                    setting,
-                    "undecided" if speed else "holds",
-                    "a named baseline is missing" if speed else "beats every baseline",
-                    tuple(comparisons),
-                    comparisons[-1 if speed else 0],
-                )
-            )
-    warnings = ("The baseline hqq_timed could not run: needs hqq>=0.2, which is not installed.",)
-    return run, Verdict("holds", tuple(decisions), warnings)
+    return run, decide(run)
 
 
 def interval_run(replicates: int = 12, slug: str = "widths") -> tuple[Run, Verdict]:
     """One statement over seven data sets, whose effects are of different size; one setting cannot be computed."""
     baselines = ("cqr", "lightgbm")
-    statement = Statement("width", "Intervals are narrower at the same coverage", "width", "relaxed", baselines, scale="ratio",
-                          reported=Reported("0.93×", "mean of ten UCI sets", "Table 2", 0.93))  # fmt: skip
-    coverage = Statement("coverage", "Coverage is at least 0.88", "coverage", "relaxed", constant=0.88, bound=0.88)
+    statement = Statement(
+        "width",
+        "Intervals are narrower at the same coverage",
+        "width",
+        "relaxed",
+        baselines,
+        scale="ratio",
+        reported=Reported("0.93×", "mean of ten UCI sets", "Table 2", 0.93),
+    )
+    coverage = Statement("coverage", "Coverage is at least 0.88", "coverage", "relaxed", constant=0.88)
     metrics = (Metric("width", "Interval width", "lower"), Metric("coverage", "Coverage", "higher"))
     claim = replace(
-        cache_claim(), slug=slug, title="Relaxed quantile regression", family="statistics",
+        cache_claim(),
+        slug=slug,
+        title="Relaxed quantile regression",
+        family="statistics",
         question="Would relaxed quantiles give me narrower prediction intervals?",
-        statements=(statement, coverage), metrics=metrics, unit="seed", notes=(),
-        arms=(Arm("relaxed", nothing, "method", "RQR"), Arm("cqr", nothing, "baseline", "Conformalised quantile regression"),
-              Arm("lightgbm", nothing, "baseline", "Gradient boosting with two pinball losses, calibrated on a held-out tenth")),
+        statements=(statement, coverage),
+        metrics=metrics,
+        unit="seed",
+        notes=(),
+        arms=(
+            Arm("relaxed", nothing, "method", "RQR"),
+            Arm("cqr", nothing, "baseline", "Conformalised quantile regression"),
+            Arm(
+                "lightgbm",
+                nothing,
+                "baseline",
+                "Gradient boosting with two pinball losses, calibrated on a held-out tenth",
+            ),
+        ),
         scales={"desk": Scale(replicates)},
-    )  # fmt: skip
+    )
     settings = ("exponential", "normal", "401ksubs", "concrete", "wine", "heavy tails", "constant column")
     rng = np.random.default_rng(5)
-    trials, decisions = [], []
+    trials = []
     for i, setting in enumerate(settings):
         for r in range(replicates):
             spread = 0.9 if setting == "heavy tails" else 0.04
@@ -214,57 +201,46 @@ def interval_run(replicates: int = 12, slug: str = "widths") -> tuple[Run, Verdi
                 trials.append(Trial(setting, r, arm, "ok", values, seconds=0.1, environment=ENVIRONMENT))
     key = RunKey(slug, "desk", "1b" * 32, "2c" * 32, "cpu", 7)
     run = Run(claim, key, "seven tables", settings, replicates, tuple(a.name for a in claim.arms), tuple(trials))
-    for i, setting in enumerate(settings):
-        comparisons = []
-        for baseline in baselines:
-            a, b = run.select(setting, "relaxed"), run.select(setting, baseline)
-            effects = [a[r].metrics["width"] / b[r].metrics["width"] for r in sorted(a)]
-            if i == 6:
-                nan = math.nan
-                comparisons.append(Comparison(baseline, "undecided", "the metric is NaN in 12 trials", 0, nan, nan, nan))
-                continue
-            c = _summarise(statement, baseline, effects, sorted(a), "holds", "the whole interval lies below the bound")
-            if c.low > 1:
-                c = replace(c, answer="does not hold", reason="the whole interval lies above the bound")
-            elif c.high > 1:
-                c = replace(c, answer="undecided", reason="the interval contains the bound")
-            comparisons.append(c)
-        worst = max(comparisons, key=lambda c: c.high)
-        decisions.append(Decision(statement, setting, worst.answer, worst.reason, tuple(comparisons), worst))
-        values = [t.metrics["coverage"] for t in run.select(setting, "relaxed").values()]
-        c = _summarise(coverage, None, values, range(replicates), "holds", "the whole interval lies above the bound")
-        decisions.append(Decision(coverage, setting, "holds", c.reason, (c,), c))
-    return run, Verdict("does not hold", tuple(decisions))
+    return run, decide(run)
 
 
 def hostile_run() -> tuple[Run, Verdict]:
     """Every string that users or authors choose carries markup."""
     bad = '<script>alert("x")</script>'
-    run, verdict = cache_run(3)
+    run, _ = cache_run(3)
     claim = replace(
-        run.claim, slug=f"../{bad}", title=bad, question=bad, unit=bad, notes=(bad,),
+        run.claim,
+        slug=f"../{bad}",
+        title=bad,
+        question=bad,
+        unit=bad,
+        notes=(bad,),
         paper=Paper(bad, bad, bad, "javascript:alert(1)"),
         statements=tuple(replace(s, text=bad, reported=Reported(bad, bad, bad, 0.01)) for s in run.claim.statements),
         metrics=tuple(replace(m, label=bad, unit=bad) for m in run.claim.metrics),
         arms=tuple(replace(a, label=bad) for a in run.claim.arms),
-    )  # fmt: skip
+    )
     trials = tuple(
-        replace(t, setting=bad, error=bad * (t.status == "failed"), environment={"cpu": bad, "libraries": {bad: bad}, "commit": bad})
+        replace(
+            t,
+            setting=bad,
+            replicate=t.replicate,
+            error=bad * (t.status == "failed"),
+            environment={"cpu": bad, "libraries": {bad: bad}, "commit": bad},
+        )
         for t in run.trials
-    )  # fmt: skip
-    new = {s.name: s for s in claim.statements}
-    decisions = tuple(
-        replace(d, statement=new[d.statement.name], setting=bad, reason=bad,
-                comparisons=tuple(replace(c, reason=bad) for c in d.comparisons))
-        for d in verdict.decisions
-    )  # fmt: skip
-    run = replace(run, claim=claim, title=bad, settings=(bad,), trials=trials, skipped={"hqq_timed": bad}, options={bad: bad})
-    return run, Verdict("undecided", decisions, (bad,))
+    )
+    run = replace(
+        run, claim=claim, title=bad, settings=(bad,), trials=trials, skipped={"hqq_timed": bad}, options={bad: bad}
+    )
+    verdict = decide(run)
+    return run, replace(verdict, warnings=(*verdict.warnings, bad))
 
 
 def empty_run() -> tuple[Run, Verdict]:
-    """Nothing has been run."""
+    """Nothing has been run, and one statement is about a setting that the task does not have."""
     run, _ = cache_run(3)
-    run = replace(run, trials=(), skipped={}, replicates=3)
-    decisions = tuple(Decision(s, x, "undecided", "no trial", (), None) for s in run.claim.statements for x in run.settings)
-    return run, Verdict("undecided", decisions, ("No trial has finished.",))
+    first, *rest = run.claim.statements
+    claim = replace(run.claim, statements=(replace(first, where=("32,768 tokens",)), *rest))
+    run = replace(run, claim=claim, trials=(), skipped={})
+    return run, decide(run)

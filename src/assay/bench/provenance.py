@@ -130,11 +130,8 @@ def fingerprint(claim: Claim) -> str:
     claim from another package, its module and what that imports of its own package and of assay. Bytes count: an
     edited comment makes a new fingerprint, since nobody can say which edits are harmless.
     """
-    module = module_of(claim)
-    tops = {"assay", module.partition(".")[0]}
-    start = [module, *_part(claim)]
     digest = hashlib.sha256()
-    for name, path in sorted(_closure(start, tops).items()):
+    for name, path in sorted(sources(claim).items()):
         digest.update(f"{name}\0".encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

@@ -60,15 +60,27 @@ class ArmTable:
 class Row:
     """One comparison, in words."""
 
-    setting: str
     against: str
     effect: str
     interval: str
-    bound: str
     n: int
     answer: Answer
     reason: str
     decides: bool
+
+
+@dataclass(frozen=True)
+class DecisionView:
+    """One statement in one setting (of no name: one that this task does not have) with its comparisons."""
+
+    setting: str
+    answer: Answer
+    rows: tuple[Row, ...]
+
+    @property
+    def deciding(self) -> Row:
+        """The comparison with the strongest baseline; the first, where none can be told to be that."""
+        return next((r for r in self.rows if r.decides), self.rows[0])
 
 
 @dataclass(frozen=True)
@@ -79,8 +91,13 @@ class StatementView:
     metric: Metric
     answer: Answer
     bound: str
-    rows: tuple[Row, ...]
+    decisions: tuple[DecisionView, ...]
     pictures: tuple[plots.Picture, ...]
+
+    @property
+    def asked(self) -> bool:
+        """Whether the task has a setting that the statement is about."""
+        return any(d.setting for d in self.decisions)
 
 
 @dataclass(frozen=True)
@@ -147,24 +164,29 @@ def to_markdown(run: Run, verdict: Verdict) -> str:
     claim, text = run.claim, wording.markdown_text
     out = [f"# {text(claim.question)}", ""]
     out += [f"**{wording.SYMBOLS[verdict.answer]} {verdict.answer}.** {c['summary']}", ""]
-    out += [f"{text(claim.title)} (`{claim.slug}`), measured on {text(run.title)}: {c['amount']}, "
-            f"scale {run.key.scale}{', ' + c['dates'] if c['dates'] else ''}.", ""]  # fmt: skip
+    out += [
+        f"{text(claim.title)} ({wording.markdown_code(claim.slug)}), measured on {text(run.title)}: "
+        f"{text(c['amount'])}, scale {run.key.scale}{', ' + c['dates'] if c['dates'] else ''}.",
+        "",
+    ]
     out += [f"- Warning: {text(w)}" for w in verdict.warnings] + [""] * bool(verdict.warnings)
     for s in c["statements"]:
         aside = "" if s.statement.decides else " (shown, does not decide)"
+        aside = aside if s.asked else " (not asked of this task)"
         out += [f"## {wording.SYMBOLS[s.answer]} {text(s.statement.text)}{aside}", ""]
         out += [f"{text(wording.formula(s.statement, claim))}; {s.metric.better} is better.", ""]
-        head = ("Setting", "Against", "Effect", "95% interval", "Bound", "n", "Answer", "Why")
-        rows = [
-            (r.setting, r.against + " (decides)" * r.decides, r.effect, r.interval, r.bound, r.n, r.answer, r.reason)
-            for r in s.rows
+        head: tuple[str, ...] = ("Setting", "Against", "Effect", "95% interval", "Bound", "n", "Answer", "Why")
+        rows: list[tuple[object, ...]] = [
+            (d.setting, r.against + " (strongest)" * r.decides, r.effect, r.interval, s.bound, r.n, r.answer, r.reason)
+            for d in s.decisions
+            for r in d.rows
         ]
         out += [wording.markdown_table(head, rows, numeric=(2, 3, 4, 5)), ""]
     if c["reported"]:
         out += ["## What the paper reported", "", "Not measured here.", ""]
         rows = [(s.text, s.reported.text, s.reported.setting, s.reported.source) for s in c["reported"]]
         out += [wording.markdown_table(("Statement", "Reported by the paper", "Setting", "Where"), rows), ""]
-    out += ["## All arms", "", f"Median over the {claim.unit}s (mean; quartiles). All measured here.", ""]
+    out += ["## All arms", "", f"Median over the {text(claim.unit)}s (mean; quartiles). All measured here.", ""]
     for t in c["tables"]:
         head = ("Arm", "Role", "n", *(f"{m.label} ({m.unit})" if m.unit else m.label for m in t.metrics))
         rows = [
@@ -177,7 +199,7 @@ def to_markdown(run: Run, verdict: Verdict) -> str:
         out += [f"- {text(wording.arm_label(claim, a))}: {text(why)}" for a, why in run.skipped.items()]
         for f in c["failures"]:
             more = f" and {f.more} more like it" if f.more else ""
-            out += [f"- {text(f.label)}, {text(f.setting)}, {claim.unit} {f.replicate}: {text(f.last)}{more}"]
+            out += [f"- {text(f.label)}, {text(f.setting)}, {text(claim.unit)} {f.replicate}: {text(f.last)}{more}"]
         out += [""]
     if claim.notes:
         out += ["## Notes", "", *(f"- {text(n)}" for n in claim.notes), ""]
@@ -263,9 +285,9 @@ def statement_views(run: Run, verdict: Verdict, pictures: bool = True) -> list[S
             StatementView(
                 statement=statement,
                 metric=metric,
-                answer=overall([d.answer for d in decisions]),
+                answer=overall([d.answer for d in decisions if d.setting]),
                 bound=wording.bound(statement, metric),
-                rows=tuple(row for d in decisions for row in _rows(d, claim, metric)),
+                decisions=tuple(DecisionView(d.setting, d.answer, _rows(d, claim, metric)) for d in decisions),
                 pictures=tuple(plots.pictures(decisions, claim)) if pictures else (),
             )
         )
@@ -279,26 +301,22 @@ def overall(answers: Sequence[Answer]) -> Answer:
     return "holds" if answers and set(answers) == {"holds"} else "undecided"
 
 
-def _rows(decision: Decision, claim: Claim, metric: Metric) -> list[Row]:
-    s = decision.statement
-    bound = wording.bound(s, metric)
+def _rows(decision: Decision, claim: Claim, metric: Metric) -> tuple[Row, ...]:
+    s, dash = decision.statement, wording.MISSING
     if not decision.comparisons:
-        dash = wording.MISSING
-        return [Row(decision.setting, dash, dash, dash, bound, 0, decision.answer, decision.reason, True)]
-    return [
+        return (Row(dash, dash, dash, 0, decision.answer, decision.reason, False),)
+    return tuple(
         Row(
-            setting=decision.setting,
             against=wording.against(c, s, claim),
             effect=wording.effect(c, s, metric),
-            interval=wording.interval(c),
-            bound=bound,
+            interval=wording.interval(c, metric),
             n=c.n,
             answer=c.answer,
             reason=c.reason,
-            decides=c == decision.deciding or len(decision.comparisons) == 1,
+            decides=c is decision.deciding and len(decision.comparisons) > 1,
         )
         for c in decision.comparisons
-    ]
+    )
 
 
 def arm_tables(run: Run) -> list[ArmTable]:
@@ -341,8 +359,9 @@ def _cell(values: Sequence[float], metric: Metric) -> Cell:
         return Cell(wording.MISSING, lost[2:])
     low, middle, high = (float(q) for q in np.quantile(finite, [0.25, 0.5, 0.75]))
     if low == high and finite.min() == finite.max():
-        return Cell(wording.number(middle, 10 if metric.counted else 4), ("the same in all" if len(finite) > 1 else "") + lost)
-    mean, (shown, first, last) = wording.number(float(finite.mean())), wording.together(middle, low, high)
+        text = wording.exact(middle) if metric.counted else wording.number(middle)
+        return Cell(text, ("the same in all" if len(finite) > 1 else "") + lost)
+    shown, first, last, mean = wording.together(middle, low, high, float(finite.mean()))
     return Cell(shown, f"mean {mean}; {first} to {last}{lost}")
 
 
@@ -351,8 +370,7 @@ def failures(run: Run) -> list[Failure]:
     groups: dict[tuple[str, str, str], list[Trial]] = {}
     for t in run.trials:
         if t.status == "failed":
-            lines = t.error.strip().splitlines() or ["no message"]
-            groups.setdefault((t.arm, t.setting, lines[-1].strip()), []).append(t)
+            groups.setdefault((t.arm, t.setting, wording.error_line(t.error)), []).append(t)
     return [
         Failure(wording.arm_label(run.claim, arm), setting, same[0].replicate, last, same[0].error, len(same) - 1)
         for (arm, setting, last), same in groups.items()

@@ -14,6 +14,7 @@ leaves neither a file nor a folder behind.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ from assay.bench.trial import Run, RunKey, Trial
 from assay.errors import StoreError
 
 SCHEMA = 1
+Name = tuple[str, int, str]
+"""Setting, replicate and arm: what names a trial inside its run."""
 PATIENCE = 30.0
 """Seconds that a process waits for another one to finish writing."""
 
@@ -187,7 +191,6 @@ class Store:
         if not trials:
             return
         with self._writing() as connection:
-            insert = _insert_of(connection)
             run = self._run_id(connection, key)
             digests = [self._environment(connection, t.environment) for t in trials]
             rows = [
@@ -197,10 +200,7 @@ class Store:
                 | {"finished": t.finished or utc_now()}
                 for t, digest in zip(trials, digests)
             ]
-            statement = insert(_trials)
-            fresh = {c.name: statement.excluded[c.name] for c in _trials.columns if c.name not in _TRIAL}
-            failed = None if replace else _trials.c.status == "failed"
-            connection.execute(statement.on_conflict_do_update(index_elements=_TRIAL, set_=fresh, where=failed), rows)
+            connection.execute(_upsert(connection.dialect.name, replace), rows)
         self._stored_environments.update(digests)
         self._run_ids[key] = run
 
@@ -270,14 +270,37 @@ class Store:
                 )
             return tuple(found)
 
-    def done(self, key: RunKey) -> dict[tuple[str, int, str], bool]:
-        """The trials of a run that are there, as ``(setting, replicate, arm)``, and whether they succeeded."""
+    def done(self, key: RunKey, *, since: str = "") -> dict[Name, bool]:
+        """The trials of a run that are there, and whether they succeeded.
+
+        With ``since``, failed ones that finished before that time are left out.
+        """
         with self._reading() as connection:
             if connection is None:
                 return {}
             columns = _trials.c.setting, _trials.c.replicate, _trials.c.arm, _trials.c.status
             query = sa.select(*columns).join(_runs, _runs.c.id == _trials.c.run).where(*_matches(key))
+            if since:
+                query = query.where((_trials.c.status == "ok") | (_trials.c.finished >= since))
             return {(s, r, a): status == "ok" for s, r, a, status in connection.execute(query)}
+
+    def check(self) -> None:
+        """Raise what would stop a run from being stored, before it has computed anything. Writes nothing."""
+        with self._reading() as connection:
+            there = connection is not None
+        if self.path is None:
+            return
+        # SQLite lets a transaction begin on some files that it cannot write to, so permissions are looked at, too.
+        place = next(p for p in (self.path, *self.path.parents) if p.exists())
+        with self._explained():
+            if place != self.path and not place.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(place))
+            for needed in {place, self.path.parent if place == self.path else place}:
+                if not os.access(needed, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+                    raise PermissionError(errno.EACCES, "not writable", str(needed))
+        if there:
+            with self._writing():
+                pass
 
     def runs(self) -> list[RunRecord]:
         """All runs, the one that was used last first."""
@@ -332,14 +355,16 @@ class Store:
         now = utc_now()
         empty = {"title": "", "options": "{}", "settings": "[]", "arms": "[]", "skipped": "{}", "replicates": 0}
         values = {name: getattr(key, name) for name in _KEY} | empty | {"first_used": now, "last_used": now}
-        connection.execute(_insert_of(connection)(_runs).values(**values).on_conflict_do_nothing(index_elements=_KEY))
+        connection.execute(
+            _INSERT[connection.dialect.name](_runs).values(**values).on_conflict_do_nothing(index_elements=_KEY)
+        )
         return int(connection.execute(sa.select(_runs.c.id).where(*_matches(key))).scalar_one())
 
     def _environment(self, connection: Connection, environment: Mapping[str, Any]) -> str:
         content = json.dumps(dict(environment), sort_keys=True, default=str)
         digest = hashlib.sha256(content.encode()).hexdigest()[:32]
         if digest not in self._stored_environments:
-            statement = _insert_of(connection)(_environments).values(digest=digest, content=content)
+            statement = _INSERT[connection.dialect.name](_environments).values(digest=digest, content=content)
             connection.execute(statement.on_conflict_do_nothing(index_elements=["digest"]))
         return digest
 
@@ -464,8 +489,8 @@ def _parse(where: str) -> URL:
         backend = url.get_backend_name()
     except (sa.exc.ArgumentError, ValueError) as error:
         raise StoreError(
-            f"the store {where.split('@')[-1]!r} is not a URL that can be read; expected a file name, or something like "
-            "postgresql+psycopg://user@host/database."
+            f"the store {where.split('@')[-1]!r} is not a URL that can be read; expected a file name, or something "
+            "like postgresql+psycopg://user@host/database."
         ) from error
     if backend == "postgres":
         url, backend = url.set(drivername="postgresql+psycopg"), "postgresql"
@@ -516,8 +541,16 @@ def _use_wal(connection: Connection) -> None:
             time.sleep(0.02)
 
 
-def _insert_of(connection: Connection) -> Callable[..., Any]:
-    return sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+_INSERT: dict[str, Callable[..., Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+
+
+@cache
+def _upsert(dialect: str, replace: bool) -> Any:
+    """Insert trials; on those that are there, write only over failed ones, or over all of them."""
+    statement = _INSERT[dialect](_trials)
+    fresh = {c.name: statement.excluded[c.name] for c in _trials.columns if c.name not in _TRIAL}
+    failed = None if replace else _trials.c.status == "failed"
+    return statement.on_conflict_do_update(index_elements=_TRIAL, set_=fresh, where=failed)
 
 
 def _matches(key: RunKey) -> list[sa.ColumnElement[bool]]:

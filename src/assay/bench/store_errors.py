@@ -60,7 +60,9 @@ def explain(error: BaseException, where: str) -> StoreError:
     if told is None and isinstance(cause, ModuleNotFoundError):
         told = "needs a driver that is not installed: pip install 'assay[postgresql]'"
     if told is None and isinstance(error, sa.exc.OperationalError) and not isinstance(cause, sqlite3.Error):
-        told = "cannot be reached; check that the server runs and that host and port in the URL are right, " + _ELSEWHERE
+        told = (
+            "cannot be reached; check that the server runs and that host and port in the URL are right, " + _ELSEWHERE
+        )
     if told is None:
         told = "cannot be used, " + _ELSEWHERE.removeprefix("or ")
     return StoreError(f"the store {where} {told}. ({said})")

@@ -8,7 +8,13 @@ from types import TracebackType
 
 from threadpoolctl import threadpool_limits
 
-_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
 _POOLS = ("numpy", "scipy.linalg", "sklearn", "torch", "numba", "faiss")
 
 
@@ -46,15 +52,14 @@ class ThreadLimit:
         if loaded == self._loaded:
             return
         self._loaded = loaded
-        self._limits.append(threadpool_limits(limits=self.threads))
-        torch = sys.modules.get("torch")
+        torch, numba = sys.modules.get("torch"), sys.modules.get("numba")
         if torch is not None and self._torch is None and hasattr(torch, "set_num_threads"):
-            self._torch = torch.get_num_threads()
+            self._torch = torch.get_num_threads()  # before its pool is limited, which it would show
             torch.set_num_threads(self.threads)
-        numba = sys.modules.get("numba")
         if numba is not None and self._numba is None and hasattr(numba, "set_num_threads"):
             self._numba = numba.get_num_threads()
             numba.set_num_threads(min(self.threads, numba.config.NUMBA_NUM_THREADS))
+        self._limits.append(threadpool_limits(limits=self.threads))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

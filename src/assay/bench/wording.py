@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from assay.bench.claim import Claim, Metric, Statement
@@ -35,6 +38,11 @@ def number(value: float | None, digits: int = 4) -> str:
     return text.replace("-", MINUS)
 
 
+def exact(value: float) -> str:
+    """A counted number, all digits that matter: ``11,520``, not ``1.152e4``."""
+    return f"{value:,.10g}".replace("-", MINUS) if math.isfinite(value) else number(value)
+
+
 def together(*values: float) -> list[str]:
     """Numbers that stand side by side, with as many decimals as their spread deserves.
 
@@ -56,17 +64,22 @@ def together(*values: float) -> list[str]:
 
 def effect(comparison: Comparison, statement: Statement, metric: Metric) -> str:
     """The effect with its unit: ``−0.012 nat``, or ``0.52×`` for a ratio."""
-    value = together(comparison.effect, comparison.low, comparison.high)[0]
+    low, high = comparison.low, comparison.high
+    counted = metric.counted and math.isfinite(comparison.effect)
+    value = f"{comparison.effect:,.4g}".replace("-", MINUS) if counted else together(comparison.effect, low, high)[0]
     return value if value == MISSING else with_unit(value, statement, metric)
 
 
-def interval(comparison: Comparison) -> str:
-    """The 95% interval, ``−0.020 to −0.004``; a dash where there is none; ``exact`` for a count."""
+def interval(comparison: Comparison, metric: Metric | None = None) -> str:
+    """The 95% interval, ``−0.020 to −0.004``; a dash where there is none.
+
+    A counted ``metric`` has no interval: it is ``exact``, or the range over the replicates is given and called so.
+    """
     low, high = comparison.low, comparison.high
     if math.isnan(low) or math.isnan(high):
         return MISSING
-    if low == high == comparison.effect:
-        return "exact"
+    if metric is not None and metric.counted:
+        return "exact" if low == high else f"range {number(low)} to {number(high)}"
     _, first, last = together(comparison.effect, low, high)
     return f"{first} to {last}"
 
@@ -93,11 +106,11 @@ def formula(statement: Statement, claim: Claim) -> str:
     """What the effect is, in words: method minus baseline, in nats."""
     metric = claim.metric(statement.metric)
     unit = f" ({metric.unit})" if metric.unit else ""
-    if not statement.baselines:
-        return f"{metric.label}{unit} of {arm_label(claim, statement.method)}"
-    operation = "divided by that of" if statement.scale == "ratio" else "minus that of"
+    operation = "divided by" if statement.scale == "ratio" else "minus"
     unit = "" if statement.scale == "ratio" else unit
-    return f"{metric.label}{unit} of {arm_label(claim, statement.method)}, {operation} the baseline"
+    other = "that of the baseline" if statement.baselines else f"the constant {plain(statement.constant or 0.0)}"
+    text = f"{metric.label}{unit} of {arm_label(claim, statement.method)}, {operation} {other}"
+    return text[:1].upper() + text[1:]
 
 
 def arm_label(claim: Claim, name: str | None) -> str:
@@ -119,13 +132,14 @@ def against(comparison: Comparison | None, statement: Statement, claim: Claim) -
 
 def summary(verdict: Verdict) -> str:
     """The answer in one sentence, with how many decisions it is made of."""
-    deciding = [d for d in verdict.decisions if d.statement.decides]
+    deciding = [d for d in verdict.decisions if d.statement.decides and d.setting]
     if not deciding:
         return "Nothing was decided."
     names = {d.statement.name for d in deciding}
     count = Counter(d.answer for d in deciding)
     settings = {d.setting for d in deciding}
-    across = f" over {len(settings)} settings" if len(settings) > 1 else ""
+    many = len(settings)
+    across = "" if many == 1 else " in both settings" if many == 2 else f" in all {many} settings"
     if len(count) == 1:
         if len(deciding) == 1:
             return f"The one statement {_verb(deciding[0].answer, 1)}."
@@ -133,8 +147,9 @@ def summary(verdict: Verdict) -> str:
         what = "The one statement" if len(names) == 1 else what[0].upper() + what[1:]
         return f"{what} {_verb(deciding[0].answer, len(names))}{across}."
     parts = [f"{count[a]} {_verb(a, count[a])}" for a in SYMBOLS if count[a]]
+    of = f" in {many} settings" if many > 1 else ""
     listed = ", ".join(parts[:-1]) + " and " + parts[-1]
-    return f"Of {len(deciding)} decisions ({len(names)} statement{'s' * (len(names) > 1)}{across}), {listed}."
+    return f"Of {len(deciding)} decisions ({len(names)} statement{'s' * (len(names) > 1)}{of}), {listed}."
 
 
 def _verb(answer: Answer, n: int) -> str:
@@ -151,32 +166,61 @@ def in_sentence(decision: Decision, claim: Claim) -> str:
         if math.isnan(c.effect):
             parts.append(f"against {against(c, statement, claim)}: no effect could be computed, {c.answer}")
             continue
-        spread = interval(c)
-        spread = {"exact": "exact count", MISSING: "no interval"}.get(spread, f"95% interval {spread}")
+        spread = interval(c, metric)
+        if spread == MISSING:
+            spread = "no interval"
+        elif not metric.counted:
+            spread = f"95% interval {spread}"
         text = f"effect {effect(c, statement, metric)}, {spread}, n = {c.n}, {c.answer}"
         parts.append(f"against {against(c, statement, claim)}: {text}")
-    return f"{decision.setting}, " + "; ".join(parts) if parts else f"{decision.setting}: nothing was compared"
+    return ", ".join(filter(None, [decision.setting, "; ".join(parts) or decision.reason]))
 
 
 def command(run: Run) -> str:
-    """The command line that repeats the run."""
+    """The command line that repeats the run. Options that have the value of the scale or the default are left out."""
     parts = ["assay", "run", run.claim.slug]
+    defaults = _defaults(run)
     for name, value in run.options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is None:
+        if value is None or value is False or (name in defaults and _same(value, defaults[name])):
             continue
-        if isinstance(value, bool):
-            parts.append(flag if value else f"--no-{flag[2:]}")
-        elif isinstance(value, list | tuple):
-            for item in value:
-                parts += [flag, str(item)]
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            parts.append(flag)
         else:
-            parts += [flag, str(value)]
+            for item in value if isinstance(value, list | tuple) else [value]:
+                parts += [flag, _option(item)]
     parts += ["--scale", run.key.scale, "--replicates", str(run.replicates)]
     if set(run.arms) != {a.name for a in run.claim.arms}:
-        parts += ["--arms", ",".join(run.arms)]
+        parts += ["--arms", *run.arms]
     parts += ["--device", run.key.device, "--seed", str(run.key.seed)]
     return shlex.join(parts)
+
+
+def _defaults(run: Run) -> dict[str, Any]:
+    work = run.claim.workload
+    own = {f.name: f.default for f in dataclasses.fields(work)} if dataclasses.is_dataclass(work) else {}
+    scale = next((s for name, s in run.claim.scales.items() if name == run.key.scale), None)
+    return own | dict(scale.options if scale is not None else {})
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Equality of plain values; a store gives lists for tuples, and arrays have no single answer."""
+    if isinstance(value, list | tuple) and isinstance(default, list | tuple):
+        return len(value) == len(default) and all(map(_same, value, default))
+    return isinstance(value, str | int | float) and type(value) is type(default) and value == default
+
+
+def _option(value: Any) -> str:
+    """An option as it is typed; data that were given in memory are named by their type."""
+    return str(value) if isinstance(value, str | int | float | PathLike) else f"<{type(value).__name__}>"
+
+
+def error_line(traceback: str) -> str:
+    """The line of a traceback that says what went wrong: the first after the last frame that is not indented."""
+    lines = [line for line in traceback.splitlines() if line.strip()]
+    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
+    after = [line for line in lines[frames[-1] + 1 :] if not line.startswith(" ")] if frames else lines
+    return (after or lines or ["no message"])[0].strip()
 
 
 def machine(environment: Mapping[str, Any]) -> str:
@@ -209,9 +253,13 @@ def commit(environment: Mapping[str, Any]) -> str:
 def markdown_text(text: str) -> str:
     """Text that Markdown shows as it is, on one line: no tags, no table cells, no emphasis by accident."""
     line = " ".join(str(text).split())
-    for mark in ("\\", "|", "*", "_", "`", "[", "]"):
-        line = line.replace(mark, f"\\{mark}")
-    return line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    line = re.sub(r"([\\|*`\[\]]|(?<!\w)_|_(?!\w))", r"\\\1", line)
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", re.sub(r"&(?=#?\w+;)", "&amp;", line))
+
+
+def markdown_code(text: str) -> str:
+    """Text as a span of code."""
+    return "`" + " ".join(text.split()).replace("`", "'") + "`"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]], numeric: Collection[int] = ()) -> str:

@@ -13,15 +13,12 @@ from typing import Any
 from assay.bench import provenance, registry
 from assay.bench.claim import Arm, Claim, Race, Task, Timed
 from assay.bench.memory import measure_peak
-from assay.bench.race import race
-from assay.bench.store import Store, utc_now
+from assay.bench.store import Name, Store, utc_now
 from assay.bench.threads import ThreadLimit
 from assay.bench.trial import RunKey, Trial
 from assay.errors import InputError
 
 RACE_METRICS = ("seconds", "seconds_low", "seconds_high")
-Name = tuple[str, int, str]
-"""Setting, replicate and arm: what names a trial inside its run."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Plan:
     """What every worker of a run needs to know. It pickles; the claim travels as a reference and is imported there.
 
     ``paths`` are appended to ``sys.path``, for claims that no installed package brings. ``about`` is what
-    :meth:`Store.describe` writes ahead of the first trial.
+    :meth:`Store.describe` writes ahead of the first trial; ``since`` is when the run was started.
     """
 
     reference: str
@@ -39,6 +36,7 @@ class Plan:
     threads: int
     store: str
     about: Mapping[str, Any]
+    since: str
     races: Mapping[str, Race] = field(default_factory=dict)
     paths: tuple[str, ...] = ()
 
@@ -81,7 +79,10 @@ def reference_of(claim: Claim) -> str | None:
 
 
 class Bench:
-    """A plan that has been opened in this process: the claim is imported, the task built, the threads limited."""
+    """A plan that has been opened in this process: the claim is imported and the task built.
+
+    Whoever runs jobs enters ``limit`` around them, so that the threads are those of the plan.
+    """
 
     def __init__(self, plan: Plan, claim: Claim | None = None, task: Task | None = None) -> None:
         sys.path.extend(p for p in plan.paths if p not in sys.path)
@@ -90,11 +91,16 @@ class Bench:
         self.limit = ThreadLimit(plan.threads)
         if task is None:
             task = plan.workload.build(device=plan.device, seed=plan.key.seed)
+            told = f"what {plan.key.claim} is run on is not what the run was started with"
             if task.digest != plan.key.workload:
                 raise InputError(
-                    f"the data of {plan.key.claim} are not what they were when the run was started (digest "
-                    f"{task.digest[:12]}, expected {plan.key.workload[:12]}): a file was changed meanwhile, or this "
-                    "machine has another one under the same name."
+                    f"{told}: the data have digest {task.digest[:12]}, expected {plan.key.workload[:12]}. A file was "
+                    "changed meanwhile, or this machine has another one under the same name; run again."
+                )
+            if (code := provenance.fingerprint(self.claim)) != plan.key.code:
+                raise InputError(
+                    f"{told}: the code has fingerprint {code[:12]}, expected {plan.key.code[:12]}. A source was edited "
+                    "meanwhile, or this machine has another version of it; run again."
                 )
         self.task = task
         self.described = False
@@ -106,19 +112,18 @@ class Bench:
         all arms fail with its traceback; an ``InputError`` there ends the run, since it says that what the user gave
         cannot be used.
         """
-        with self.limit:
-            try:
-                shared = self.task.prepare(job.setting, job.replicate)
-            except InputError:
-                raise
-            except (Exception, SystemExit) as error:
-                told = _traceback(error)
-                yield [self._trial(name, error=told) for name in job.names]
-                return
-            for arm in job.arms:
-                yield [self._run_arm(job, self.claim.arm(arm), shared)]
-            for name, arms in job.races:
-                yield self._run_race(job, name, [self.claim.arm(a) for a in arms], shared)
+        try:
+            shared = self.task.prepare(job.setting, job.replicate)
+        except InputError:
+            raise
+        except (Exception, SystemExit) as error:
+            told = _traceback(error)
+            yield [self._trial(name, error=told) for name in job.names]
+            return
+        for arm in job.arms:
+            yield [self._run_arm(job, self.claim.arm(arm), shared)]
+        for name, arms in job.races:
+            yield self._run_race(job, name, [self.claim.arm(a) for a in arms], shared)
 
     def record(self, store: Store, job: Job, trials: Sequence[Trial]) -> None:
         """Write finished trials, and before the first ones of this process what the run is."""
@@ -155,11 +160,13 @@ class Bench:
                 try:
                     timed = arm.run(shared, job.replicate)
                     if not isinstance(timed, Timed):
-                        raise TypeError(f"arm {arm.name!r} is in race {name!r} and must return Timed, not {timed!r:.80}")
+                        raise TypeError(
+                            f"arm {arm.name!r} is in race {name!r} and must return Timed, not {timed!r:.80}"
+                        )
                     known[arm.name] = self._checked(arm, timed.metrics)
                     if timed.before is not None:
                         timed.before()
-                    timed.call()  # one that raises must not take the others down with it
+                    timed.call()  # the first warm-up; one that raises must not take the others down with it
                     ready[arm.name] = timed
                 except (Exception, SystemExit) as error:
                     told[arm.name] = _traceback(error)
@@ -184,11 +191,13 @@ class Bench:
         ]
 
     def _time(self, name: str, ready: Mapping[str, Timed]) -> dict[str, dict[str, float]]:
+        from assay.bench.race import race  # SciPy, which most workers can do without
+
         how = self.plan.races.get(name, Race())
         result = race(
             {arm: timed.call for arm, timed in ready.items()},
             rounds=how.rounds,
-            warmup=how.warmup,
+            warmup=max(0, how.warmup - 1),
             before={arm: timed.before for arm, timed in ready.items() if timed.before is not None},
         )
         times = {}

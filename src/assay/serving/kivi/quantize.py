@@ -91,7 +91,9 @@ class QuantizedTensor:
         if self.shape[:-2] != other.shape[:-2] or self.shape[-1] != other.shape[-1]:
             raise ValueError(f"other must agree with shape {self.shape} in all but the tokens, not {other.shape}")
         if self.axis == "channel" and self.shape[-2] % self.group_size:
-            raise ValueError(f"{self.shape[-2]} tokens end in a padded group of {self.group_size}: nothing can follow it")
+            raise ValueError(
+                f"{self.shape[-2]} tokens end in a padded group of {self.group_size}: nothing can follow it"
+            )
         dim = -3 if self.axis == "channel" else -2
         meta = torch.promote_types(self.scale.dtype, other.scale.dtype)
         return replace(

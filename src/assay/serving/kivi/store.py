@@ -82,7 +82,7 @@ class PackedStore:
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the three tensors, without their spare room, by what ``change`` makes of them."""
         if self.codes is not None:
-            self.codes, self.scale, self.zero = (change(t) for t in self.part(0, self.length))
+            self.codes, self.scale, self.zero = (change(t).contiguous() for t in self.part(0, self.length))
 
     @property
     def packed_bytes(self) -> int:
@@ -114,9 +114,7 @@ class SimulatedStore:
 
     def fake(self, x: Tensor) -> Tensor:
         """``x`` as it comes back from storage."""
-        quantised = quantize_groups(
-            x, self.bits, self.axis, self.group_size, meta_dtype=self.meta_dtype, pad=self.pad
-        )
+        quantised = quantize_groups(x, self.bits, self.axis, self.group_size, meta_dtype=self.meta_dtype, pad=self.pad)
         return quantised.dequantize()
 
     def append(self, x: Tensor) -> None:

@@ -27,7 +27,7 @@ class PackedView(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, store: PackedStore, residual: Tensor) -> PackedView:
+    def __new__(cls: type[PackedView], store: PackedStore, residual: Tensor) -> PackedView:  # noqa: D102
         batch, heads, tokens, dim = residual.shape
         view = torch.Tensor._make_wrapper_subclass(
             cls, (batch, heads, store.length + tokens, dim), dtype=residual.dtype, device=residual.device

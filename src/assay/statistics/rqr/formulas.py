@@ -106,8 +106,8 @@ def rqr_grad_hess(
         dL/dm1 = -c (y - m2) - lam w,    dL/dm2 = -c (y - m1) + lam w
 
     On each smooth piece the Hessian is ``[[lam, c - lam], [c - lam, lam]]``, which is indefinite in general. The
-    curvature returned for both bounds is ``lam + |c - lam|``, the row sum of its absolute values: a diagonal matrix that
-    bounds it from above, so that Newton steps with it never overshoot within a piece. It is always positive.
+    curvature returned for both bounds is ``lam + |c - lam|``, the row sum of its absolute values: a diagonal matrix
+    that bounds it from above, so that Newton steps with it never overshoot within a piece. It is always positive.
 
     Parameters
     ----------

@@ -176,8 +176,8 @@ class RQRLoss(nn.Module):
 
     ``max(a k, (a-1) k) + lam/2 (m2-m1)^2`` with ``k = (y-m1)(y-m2)`` and ``a = coverage + 2 lam``. The loss fixes the
     coverage, not the quantiles that the bounds are. It equals plain RQR plus ``2 lam (y - midpoint)^2``: with a large
-    ``lam`` the interval is centred at the conditional mean, which on skewed noise is narrower than the equal-tailed one.
-    It is in general not the shortest interval, and with ``lam=0`` it is wider than the equal-tailed one.
+    ``lam`` the interval is centred at the conditional mean, which on skewed noise is narrower than the equal-tailed
+    one. It is in general not the shortest interval, and with ``lam=0`` it is wider than the equal-tailed one.
 
     Parameters
     ----------
@@ -193,10 +193,10 @@ class RQRLoss(nn.Module):
 
     Notes
     -----
-    The loss is quadratic in ``y``: divide targets by a scale, or the learning rate means nothing. Do not start a network
-    with equal constant outputs: ``m1 = m2`` is a saddle, at which the gradient keeps the width at zero. Give the last
-    layer the bias ``(-0.5, 0.5)``, as :class:`RQRRegressor` does. The outputs may come out swapped; sort them when
-    predicting, never inside the loss.
+    The loss is quadratic in ``y``: divide targets by a scale, or the learning rate means nothing. Do not start a
+    network with equal constant outputs: ``m1 = m2`` is a saddle, at which the gradient keeps the width at zero. Give
+    the last layer the bias ``(-0.5, 0.5)``, as :class:`RQRRegressor` does. The outputs may come out swapped; sort them
+    when predicting, never inside the loss.
 
     Pouplin et al., ICML 2024, sections 3 and 4.
 
@@ -260,7 +260,12 @@ class RQROrthogonalLoss(nn.Module):
     """
 
     def __init__(
-        self, coverage: float = 0.9, gamma: float = 0.1, penalty: Literal["hsic", "corr"] = "hsic", *, scale: float = 100.0
+        self,
+        coverage: float = 0.9,
+        gamma: float = 0.1,
+        penalty: Literal["hsic", "corr"] = "hsic",
+        *,
+        scale: float = 100.0,
     ) -> None:
         super().__init__()
         self.coverage = check_coverage(coverage)
@@ -275,7 +280,7 @@ class RQROrthogonalLoss(nn.Module):
         if pred.ndim < 2:
             raise ValueError(f"pred must have shape (..., n, 2), got {tuple(pred.shape)}")
         loss = rqr(pred, target, self.coverage).mean(-1)
-        penalty = dependence(pred, target, self.penalty, scale=self.scale)  # type: ignore[arg-type]
+        penalty = dependence(pred, target, self.penalty, scale=self.scale)
         return (loss + self.gamma * penalty).mean()
 
 
@@ -297,8 +302,8 @@ class PinballPairLoss(nn.Module):
 class WinklerLoss(nn.Module):
     """Winkler (interval) score as a loss: ``width + 2/(1-coverage) * distance outside``.
 
-    ``2/(1-coverage)`` times the pinball pair loss. As in the usual form of the score, ``pred`` is (lower, upper) in this
-    order; crossed bounds give a negative width and pay for it outside.
+    ``2/(1-coverage)`` times the pinball pair loss. As in the usual form of the score, ``pred`` is (lower, upper) in
+    this order; crossed bounds give a negative width and pay for it outside.
     """
 
     def __init__(self, coverage: float = 0.9, reduction: Reduction = "mean") -> None:
@@ -355,9 +360,9 @@ class IntervalRegressionLoss(nn.Module):
 class SimultaneousQuantileLoss(nn.Module):
     """Simultaneous quantile regression (SQR): one output, trained at random levels that the network gets as an input.
 
-    ``pred`` (...) or (..., 1) is the network's output for features with the level appended, ``target`` and ``level`` have
-    shape (...). Draw new levels from U(0, 1) at every step. Tagasovska and Lopez-Paz, "Single-model uncertainties for
-    deep learning", NeurIPS 2019.
+    ``pred`` (...) or (..., 1) is the network's output for features with the level appended, ``target`` and ``level``
+    have shape (...). Draw new levels from U(0, 1) at every step. Tagasovska and Lopez-Paz, "Single-model uncertainties
+    for deep learning", NeurIPS 2019.
     """
 
     def __init__(self, reduction: Reduction = "mean") -> None:

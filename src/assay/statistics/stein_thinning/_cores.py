@@ -15,6 +15,8 @@ stored and streamed runs pick the same points.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit, prange
 from numpy.typing import NDArray
@@ -24,7 +26,7 @@ Index = NDArray[np.int64]
 
 _TILE = 256  # entries evaluated at once: the accumulators of a tile stay in the L1 cache
 _LANES = 8  # partial sums of a long sum, so that it is not one chain of dependent additions
-_OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy"}
+_OPTIONS: Any = {"cache": True, "nogil": True, "error_model": "numpy"}
 
 
 @njit(**_OPTIONS)
@@ -248,7 +250,7 @@ def swap_line_search(
             g[i] = (g[i] - wj * row[i]) * scale
             w[i] *= scale
         w[j] = 0.0
-        best, arg, step = np.inf, j, 0.0
+        best, arg, step = np.inf, int(j), 0.0
         for i in range(n):
             if w[i] == 0.0:
                 a = (value - g[i]) / max(value - 2.0 * g[i] + diagonal[i], 1e-12 * diagonal[i])

@@ -84,6 +84,8 @@ class SteinKernel:
         The preconditioner.
     lengthscale_ : float
         The length scale.
+    free : bool
+        Whether this is the gradient-free form (``fit`` got a ``log_ratio``).
     stored : bool
         Whether the matrix is held in memory (8 n^2 bytes, see :meth:`store`); otherwise rows are evaluated anew when
         they are needed, in O(n d) memory, with the same bits.
@@ -104,6 +106,7 @@ class SteinKernel:
     d: int
     M_: Float
     lengthscale_: float
+    free: bool
 
     def __init__(
         self, M: Metric | ArrayLike = "identity", lengthscale: Literal["median"] | float = "median", *, n_jobs: int = 1
@@ -148,8 +151,11 @@ class SteinKernel:
             raise ValueError(f"M={self._name()} is not positive definite for these points; try M='identity'") from None
         white = points if self._name() == "'identity'" else points @ root
         self.lengthscale_ = self._length(white)
-        turned = gradients if white is points else solve_triangular(root, gradients.T, lower=True).T
+        turned: Float = (
+            gradients if white is points else np.asarray(solve_triangular(root, gradients.T, lower=True).T, np.float64)
+        )
         factor = np.full(self.n, 1.0 / self.lengthscale_)
+        self.free = log_ratio is not None
         if log_ratio is not None:
             log_factor = as_float(log_ratio, "log_ratio")
             if log_factor.shape != (self.n,):
@@ -190,7 +196,7 @@ class SteinKernel:
                 raise ValueError(f"hess must give an array of shape ({d}, {d}), got {H.shape}")
             if np.linalg.eigvalsh((H + H.T) / 2)[-1] >= 0:
                 raise ValueError("hess must be negative definite at the mode, the input point with the smallest score")
-            M = np.linalg.inv(-(H + H.T) / 2)
+            M = np.linalg.inv(-(H + H.T) / 2).astype(np.float64)
         else:
             distance = np.linalg.norm(points - mode, axis=1)
             near = distance <= np.median(distance)
@@ -297,8 +303,8 @@ class _threads:
     def __enter__(self) -> None:
         import numba
 
-        self.before = numba.get_num_threads()
-        numba.set_num_threads(min(self.count, numba.config.NUMBA_NUM_THREADS))
+        self.before: int = numba.get_num_threads()
+        numba.set_num_threads(min(self.count, self.before))
 
     def __exit__(self, *_: object) -> None:
         import numba
@@ -315,9 +321,9 @@ class MatrixKernel(SteinKernel):
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
             raise ValueError(f"kernel must be a SteinKernel or a square matrix, got shape {matrix.shape}")
         scale = float(np.abs(matrix).max())
-        if not np.allclose(matrix, matrix.T, rtol=1e-8, atol=1e-10 * scale) or np.diagonal(matrix).min() < 0:
+        if np.abs(matrix - matrix.T).max() > 1e-8 * scale or np.diagonal(matrix).min() < 0:
             raise ValueError("kernel must be a symmetric matrix with a diagonal that is not negative")
-        self.n, self.d, self.lengthscale_ = matrix.shape[0], 0, 1.0
+        self.n, self.d, self.lengthscale_, self.free = matrix.shape[0], 0, 1.0, False
         self._K, self._diagonal = matrix, np.diagonal(matrix).copy()
         self._Z = self._G = np.empty((1, 0))
         self._c = np.empty(0)
@@ -354,7 +360,7 @@ def check_count(value: Any, name: str, low: int, high: int | None = None) -> int
     return int(value)
 
 
-def check_random_state(random_state: int | np.random.Generator | None) -> np.random.Generator:
+def check_random_state(random_state: int | np.random.Generator | np.random.RandomState | None) -> np.random.Generator:
     """Give a generator; a seed, a generator, a legacy ``RandomState`` or ``None`` for fresh entropy."""
     if isinstance(random_state, np.random.RandomState):
         return np.random.default_rng(random_state.randint(0, 2**32, size=4, dtype=np.uint64))
@@ -419,5 +425,10 @@ def fit_kernel(kernel: SteinKernel | None, points: Float, scores: Float) -> Stei
 def discrepancy(kernel: SteinKernel, indices: Index, weights: NDArray[np.float64]) -> float:
     """``sqrt(w'Kw)`` of weights on some points; rounding below zero is clamped."""
     support, inverse = np.unique(indices, return_inverse=True)
-    w = np.bincount(inverse, weights=weights, minlength=support.size)
-    return float(np.sqrt(max(0.0, w @ kernel.weighted_rows(support, w)[support])))
+    w = np.bincount(inverse, weights=weights, minlength=support.size).astype(np.float64)
+    if kernel.stored:
+        products = kernel.weighted_rows(support, w)[support]
+    else:
+        rows = np.arange(support.size)
+        products = _cores.weighted_rows(_EMPTY, *kernel._gather(support), rows, w, rows.size)
+    return float(np.sqrt(max(0.0, float(w @ products))))

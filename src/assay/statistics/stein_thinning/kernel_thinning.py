@@ -54,10 +54,7 @@ def kernel_halve(
     if not 0 < delta < 1:
         raise ValueError(f"delta must lie between 0 and 1, got {delta}")
     uniforms = check_random_state(random_state).random(points.size // 2)
-    if fitted.stored:
-        parts = fitted.parts()
-    else:
-        parts = (fitted.parts()[0], *fitted._gather(points))
+    parts = fitted.parts() if fitted.stored else (fitted.parts()[0], *fitted._gather(points))
     first = _cores.halve(*parts, fitted._diagonal[points], points, float(delta), uniforms)
     return points[first], points[~first]
 
@@ -90,9 +87,7 @@ def squared_mmd(kernel: SteinKernel, sequence: Index) -> float:
     return float(kernel.matrix(sequence, sequence).mean())
 
 
-def kernel_swap(
-    kernel: SteinKernel | ArrayLike, candidates: list[Index], *, baseline: Index | None = None
-) -> Index:
+def kernel_swap(kernel: SteinKernel | ArrayLike, candidates: list[Index], *, baseline: Index | None = None) -> Index:
     """Refine the best candidate, and Stein thinning's choice, and give the better of the two.
 
     Each position in turn is moved to whichever input point makes the discrepancy least (the present one included, so

@@ -9,13 +9,12 @@ from assay.statistics.stein_thinning._cores import Float, Index
 from assay.statistics.stein_thinning.kernel import as_float, check_count, check_random_state, check_weights
 
 
-def stratified_round(
-    weights: ArrayLike, size: int, *, random_state: int | np.random.Generator | None = None
-) -> Index:
+def stratified_round(weights: ArrayLike, size: int, *, random_state: int | np.random.Generator | None = None) -> Index:
     r"""Replace weights by ``size`` equally weighted points, repeats allowed.
 
     Point i is taken :math:`\lfloor N w_i\rfloor` times; what is left is drawn by stratified resampling in input order,
-    so that every count differs from :math:`N w_i` by less than 1. Weights that are multiples of 1/N need no chance.
+    one draw a stratum. A residual below 1 overlaps at most two strata, so a count lies above :math:`N w_i - 1` and
+    below :math:`N w_i + 2`, and is :math:`N w_i` on average. Weights that are multiples of 1/N need no chance.
 
     Parameters
     ----------

@@ -1,0 +1,155 @@
+"""The two loops of packed attention for CPUs, compiled by numba where that is installed.
+
+They read each packed byte once and keep what they unpack in the first-level cache, which PyTorch's operators cannot.
+:mod:`assay.serving.kivi.attention` uses them for the default axes and computes the same with PyTorch otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.serving.kivi.store import PackedStore
+
+try:
+    import numba
+    import numpy as np
+except ImportError:  # pragma: no cover (numba is optional)
+    numba = None  # type: ignore[assignment]
+
+# Packed bytes below which starting threads costs more than it gains.
+PARALLEL_BYTES = 2**18
+
+Kernel = Callable[..., None]
+
+
+def _compile(loop: Callable[..., None]) -> Kernel:
+    return numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")(loop)
+
+
+@cache
+def key_logits(bits: int, rows: int, dim: int) -> Kernel:
+    """``out[b, m, t] = q[b, m] . (codes * scale + zero)[b, t]`` for groups along tokens (axis "channel").
+
+    The shapes are constants of the compiled loop, which lets the compiler unroll and vectorise it.
+    """
+    planes, mask = 8 // bits, (1 << bits) - 1
+
+    def loop(
+        q: Any, codes: Any, scale: Any, zero: Any, out: Any, first: int, last: int
+    ) -> None:  # pragma: no cover (compiled)
+        queries, groups = q.shape[1], scale.shape[1]
+        scaled = np.empty((queries, dim), np.float32)
+        plain = np.empty((planes, dim), np.float32)
+        offset = np.empty(queries, np.float32)
+        for b in range(first, last):
+            for g in range(groups):
+                for m in range(queries):
+                    total = np.float32(0)
+                    for d in range(dim):
+                        scaled[m, d] = q[b, m, d] * scale[b, g, d]
+                        total += q[b, m, d] * zero[b, g, d]
+                    offset[m] = total
+                for r in range(rows):
+                    for k in range(planes):
+                        for d in range(dim):
+                            plain[k, d] = np.float32((np.int32(codes[b, g, r, d]) >> (bits * k)) & mask)
+                    for m in range(queries):
+                        for k in range(planes):
+                            total = np.float32(0)
+                            for d in range(dim):
+                                total += scaled[m, d] * plain[k, d]
+                            out[b, m, (g * planes + k) * rows + r] = total + offset[m]
+
+    return _compile(loop)
+
+
+@cache
+def value_mix(bits: int, width: int, groups: int) -> Kernel:
+    """``out[b, m] += sum_t p[b, m, t] * (codes * scale + zero)[b, t]`` for groups along channels (axis "token")."""
+    planes, mask = 8 // bits, (1 << bits) - 1
+    dim = planes * width
+    size = dim // groups
+
+    def loop(
+        p: Any, codes: Any, scale: Any, zero: Any, out: Any, first: int, last: int
+    ) -> None:  # pragma: no cover (compiled)
+        queries, tokens = p.shape[1], scale.shape[1]
+        # Eight tokens at a time: the sums are read and written once for all of them.
+        plain = np.zeros((8, dim), np.float32)
+        weight = np.zeros((groups, 8), np.float32)
+        total = np.zeros(dim, np.float32)
+        for b in range(first, last):
+            for start in range(0, tokens, 8):
+                count = min(8, tokens - start)
+                for i in range(count):
+                    for k in range(planes):
+                        for j in range(width):
+                            plain[i, k * width + j] = np.float32(
+                                (np.int32(codes[b, start + i, j]) >> (bits * k)) & mask
+                            )
+                weight[:] = 0
+                for m in range(queries):
+                    for i in range(count):
+                        for h in range(groups):
+                            weight[h, i] = p[b, m, start + i] * scale[b, start + i, h]
+                    for h in range(groups):
+                        for j in range(size):
+                            c = h * size + j
+                            sum0 = weight[h, 0] * plain[0, c] + weight[h, 1] * plain[1, c]
+                            sum1 = weight[h, 2] * plain[2, c] + weight[h, 3] * plain[3, c]
+                            sum2 = weight[h, 4] * plain[4, c] + weight[h, 5] * plain[5, c]
+                            sum3 = weight[h, 6] * plain[6, c] + weight[h, 7] * plain[7, c]
+                            total[c] = (sum0 + sum1) + (sum2 + sum3)
+                    for c in range(dim):
+                        out[b, m, c] += total[c]
+
+    return _compile(loop)
+
+
+def available(store: PackedStore, axis: str) -> bool:
+    """Whether the loop for this axis can run on the store."""
+    return numba is not None and store.axis == axis and store.codes is not None and store.codes.device.type == "cpu"
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="kivi")
+
+
+def logits(q: Tensor, store: PackedStore) -> Tensor:
+    """``q K'^T``: float32 ``[batch, kv_heads, rows, head_dim]`` to ``[batch, kv_heads, rows, store.length]``."""
+    codes, scale, zero = store.part(0, store.length)
+    out = q.new_empty((*q.shape[:3], store.length))
+    _run(key_logits(store.bits, codes.shape[3], codes.shape[4]), q, store, scale, zero, out)
+    return out
+
+
+def mix(weights: Tensor, store: PackedStore) -> Tensor:
+    """``weights V'``: float32 ``[batch, kv_heads, rows, store.length]`` to ``[batch, kv_heads, rows, head_dim]``."""
+    codes, scale, zero = store.part(0, store.length)
+    out = (weights @ zero.float()).repeat_interleave(store.group_size, -1)
+    _run(value_mix(store.bits, codes.shape[3], scale.shape[3]), weights, store, scale, zero, out)
+    return out
+
+
+def _run(kernel: Kernel, small: Tensor, store: PackedStore, scale: Tensor, zero: Tensor, out: Tensor) -> None:
+    """Call a kernel on all heads, shared among as many threads as PyTorch uses."""
+    assert store.codes is not None
+    # The whole buffers of codes go in, since their used part would not be contiguous.
+    arrays = [t.flatten(0, 1).numpy() for t in (small.contiguous(), store.codes, scale.float().contiguous())]
+    arrays += [t.flatten(0, 1).numpy() for t in (zero.float().contiguous(), out)]
+    heads = arrays[-1].shape[0]
+    threads = min(torch.get_num_threads(), heads) if store.packed_bytes > PARALLEL_BYTES else 1
+    if threads == 1:
+        kernel(*arrays, 0, heads)
+        return
+    bounds = [heads * i // threads for i in range(threads + 1)]
+    for job in [_pool(threads).submit(kernel, *arrays, a, b) for a, b in pairwise(bounds)]:
+        job.result()
