@@ -39,11 +39,11 @@ class PackedView(Tensor):
         """The whole as a plain tensor."""
         return torch.cat([self.store.dequantize(self.residual.dtype), self.residual], -2)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"PackedView(shape={tuple(self.shape)}, dtype={self.dtype}, packed={self.store.length})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map_only(PackedView, PackedView.dense, (args, kwargs or {}))
