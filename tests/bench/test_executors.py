@@ -4,14 +4,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
 from assay.bench import executors
+from assay.bench.claim import Arm, Race, Timed
 from assay.bench.executors import Tally, workers_for
 from assay.bench.runner import execute
-from assay.bench.store import Store
+from assay.bench.store import Store, utc_now
+from assay.bench.worker import Bench, Job, Plan
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -48,6 +52,60 @@ def test_an_arm_that_kills_its_process_costs_only_itself(tmp_path):
 def test_a_race_that_kills_its_process_is_recorded(tmp_path):
     run = execute(toys.DEADLY_RACE, Work(), store=tmp_path / "t.sqlite", jobs=1, scale="smoke", replicates=1)
     assert {(t.arm, t.status) for t in run.trials} == {("method", "ok"), ("fast", "failed"), ("killer", "failed")}
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """A plan as workers get it, for tests of what they do inside this process."""
+    work = Work(nap=0.0, switch=str(tmp_path / "switch"))
+    run = execute(toys.RACING, work, store=tmp_path / "done.sqlite", jobs=1, scale="smoke", arms=["method"])
+    about = {
+        "title": "",
+        "options": {},
+        "settings": run.settings,
+        "replicates": 3,
+        "arms": ("method",),
+        "skipped": {},
+    }
+    store = Store(tmp_path / "t.sqlite")
+    return Plan("toy_claims:RACING", work, run.key, "cpu", 1, store.address, about, utc_now(), {"speed": Race(3, 1)})
+
+
+def test_what_a_worker_does(plan, monkeypatch):
+    for name in ("_plan", "_bench", "_store"):
+        monkeypatch.setattr(executors, name, getattr(executors, name))
+    executors._begin(cloudpickle.dumps(plan), os.getppid())
+    job = Job("one", 0, arms=("method", "baseline"), races=(("speed", ("fast", "slow")),))
+    try:
+        assert executors._work(job) == list(job.names)
+    finally:
+        executors._bench.limit.__exit__(None, None, None)
+    stored = {t.arm: t for t in Store(plan.store).trials(plan.key)}
+    assert set(stored) == {"method", "baseline", "fast", "slow"}
+    assert stored["slow"].metrics["seconds_high"] >= stored["slow"].metrics["seconds"] >= 0.005
+
+
+def test_a_race_whose_arms_go_wrong(plan, tmp_path):
+    bench = Bench(plan)
+    (tmp_path / "switch").touch()
+    ((fast, slow),) = bench.run(Job("one", 0, races=(("speed", ("fast", "slow")),)))
+    assert fast.metrics["seconds"] > 0 and "the switch is on" in slow.error and slow.metrics == {}
+    ((lone, untimed),) = bench.run(Job("one", 0, races=(("speed", ("slow", "method")),)))
+    assert lone.status == untimed.status == "failed" and "must return Timed, not {'loss'" in untimed.error
+    (tmp_path / "switch").unlink()
+
+    class Turncoat:
+        calls = 0
+
+        def __call__(self):
+            Turncoat.calls += 1
+            if Turncoat.calls > 1:
+                raise ArithmeticError("not again")
+
+    arm = Arm("slow", lambda shared, replicate: Timed(Turncoat(), before=lambda: None), "method", race="speed")
+    bench.claim = replace(bench.claim, arms=(*bench.claim.arms[:3], arm))
+    ((fast, slow),) = bench.run(Job("one", 0, races=(("speed", ("fast", "slow")),)))
+    assert "not again" in slow.error and "not again" in fast.error  # nobody was timed to the end
 
 
 def test_workers():
@@ -124,10 +182,15 @@ def until_done(driver, least):
     raise AssertionError(driver.stderr.read())
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(tmp_path, jobs):
+@pytest.mark.parametrize(
+    ("jobs", "executor"),
+    [(1, "local"), (2, "local"), pytest.param(1, "ray", marks=pytest.mark.xdist_group("ray"))],
+)
+def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(tmp_path, jobs, executor):
+    if executor == "ray":
+        pytest.importorskip("ray")
     store = tmp_path / "t.sqlite"
-    driver = start(store, 0.02, jobs)
+    driver = start(store, 0.05, jobs, executor)
     until_done(driver, 10)
     os.killpg(driver.pid, signal.SIGINT)  # the terminal sends it to all of them
     out, err = driver.communicate(timeout=20)
@@ -136,6 +199,25 @@ def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(tmp_path, jobs):
     kept = Store(store).trials(Store(store).runs()[0].key)
     assert 10 <= len(kept) < 160 and all(t.status == "ok" for t in kept)
     run = execute(toys.PLAIN, Work(nap=0.0), store=store, jobs=1, replicates=40)
+    assert len(run.trials) == 160 and all(t in run.trials for t in kept)
+
+
+def test_a_store_that_fills_up_ends_the_run_and_keeps_what_is_finished(tmp_path):
+    store = tmp_path / "t.sqlite"
+    execute(toys.PLAIN, Work(), store=store, jobs=1, replicates=1)
+    size = str(store.stat().st_size + 20_000)
+    limited = (
+        "import resource, sys; n = int(sys.argv.pop(1)); resource.setrlimit(resource.RLIMIT_FSIZE, (n, n))\n"
+        + SCRIPT.replace("KeyboardInterrupt", "StoreError").replace(
+            "import sys", "import sys; from assay.errors import *"
+        )
+    )
+    command = [sys.executable, "-c", limited, size, str(store), "0.001", "2", "local"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and done.stderr == "", done.stderr
+    kept = Store(store).trials(Store(store).runs()[0].key)
+    assert 4 < len(kept) < 160
+    run = execute(toys.PLAIN, Work(), store=store, jobs=1, replicates=40)
     assert len(run.trials) == 160 and all(t in run.trials for t in kept)
 
 

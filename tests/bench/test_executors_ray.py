@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from assay.bench import ray_executor
 from assay.bench.runner import execute
 from assay.bench.store import Store
@@ -52,7 +53,7 @@ def test_a_cluster_of_this_machine_gives_the_same_numbers(tmp_path, expected, ca
     assert capfd.readouterr().out == ""  # nothing of Ray's may get into --json
 
 
-def test_what_goes_wrong_on_a_cluster(tmp_path, capfd):
+def test_what_goes_wrong_on_a_cluster(tmp_path):
     """In one cluster that somebody else started, which we leave running."""
     import ray
 
@@ -60,13 +61,11 @@ def test_what_goes_wrong_on_a_cluster(tmp_path, capfd):
     switch.touch()
     work = Work(switch=str(switch), settings=("one",))
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
-    capfd.readouterr()
     try:
         store = tmp_path / "t.sqlite"
         run = execute(toys.DEADLY, work, store=store, executor="ray", scale="smoke")
         assert {(t.replicate, t.arm) for t in run.trials if t.status == "failed"} == {(1, "deadly")}
         assert "The worker process died" in run.select("one", "deadly")[1].error and len(run.trials) == 9
-        assert "died" not in capfd.readouterr().out
 
         run = execute(toys.TRICKY, work, store=store, executor="ray", scale="smoke", replicates=1)
         assert "ZeroDivisionError" in run.select("one", "flaky")[0].error
@@ -84,6 +83,15 @@ def test_what_goes_wrong_on_a_cluster(tmp_path, capfd):
         assert ray.is_initialized()
     finally:
         ray.shutdown()
+
+
+def test_what_ray_prints_goes_to_a_log(capfd, caplog):
+    inside = importlib.import_module("ray._private.worker")
+    before = inside.print_to_stdstream
+    with ray_executor._hushed(), caplog.at_level("INFO", "assay.ray"):
+        inside.print_to_stdstream({"lines": ["A worker died"], "pid": "raylet"}, ignore_prefix=False)
+    assert capfd.readouterr().out == "" and "A worker died" in caplog.text
+    assert inside.print_to_stdstream is before
 
 
 def test_an_address_where_there_is_nothing(tmp_path):

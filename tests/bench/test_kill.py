@@ -41,14 +41,15 @@ def test_twenty_kills_change_nothing(tmp_path):
     )
     key = unbroken.key
     committed = {}
+    watch = Store(path)
     progress = []
     for kill in range(KILLS):
-        driver = servers.Process(target=drive, args=(str(path), 2 if kill % 4 == 0 else 1))
+        driver = servers.Process(target=drive, args=(str(path), 2 if kill % 7 == 0 else 1))
         driver.start()
         aim = len(committed) + chance.randrange(0, 10)  # 0: somewhere on its way to the first trial
         until = time.monotonic() + 30
-        while len(Store(path).done(key)) < aim and driver.is_alive() and time.monotonic() < until:
-            time.sleep(0.001)
+        while len(watch.done(key)) < aim and driver.is_alive() and time.monotonic() < until:
+            time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.012))
         before = there(path, key)
         assert driver.is_alive(), "it was to be killed in the middle"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,11 +43,13 @@ def run_ray(bench: Bench, jobs: Sequence[Job], races: Sequence[Job], address: st
     import ray
 
     with _connected(address), _hushed():
-        _check_resources(bench.plan)
-        _Driver(bench, store, tally).run(bench.plan, jobs)
+        # Which GPU is Ray's decision: it shows each process only its own, as the first.
+        plan = replace(bench.plan, device=bench.plan.device.partition(":")[0])
+        _check_resources(plan)
+        _Driver(bench, store, tally).run(plan, jobs)
         if races:
             cores = max(int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"])
-            _Driver(bench, store, tally, at_once=1).run(replace(bench.plan, threads=max(1, cores)), races)
+            _Driver(bench, store, tally, at_once=1).run(replace(plan, threads=max(1, cores)), races)
 
 
 def _check_resources(plan: Plan) -> None:
@@ -67,6 +70,7 @@ def _connected(address: str) -> Iterator[None]:
     if ray.is_initialized():  # by the user, who will end it, too
         yield
         return
+    _probe(address)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address == "ray":
@@ -74,15 +78,31 @@ def _connected(address: str) -> Iterator[None]:
             ray.init(address="local", include_dashboard=False, object_store_memory=200 * 2**20, **quiet)
         else:
             ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise InputError(
-            f"executor {address!r}: no Ray cluster can be reached there ({str(error).splitlines()[0]}); expected 'ray' "
-            "for one on this machine, 'auto', 'host:port' or 'ray://host:port'"
-        ) from error
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
+        raise _unreachable(address, error) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _probe(address: str) -> None:
+    """Knock at the address of a cluster: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]") or "127.0.0.1", int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise _unreachable(address, error) from error
+
+
+def _unreachable(address: str, error: BaseException) -> InputError:
+    said = (str(error).splitlines() or [""])[0]
+    return InputError(
+        f"executor {address!r}: no Ray cluster can be reached there ({said}); expected 'ray' for one on this machine, "
+        "'auto' or 'host:port'"
+    )
 
 
 @contextlib.contextmanager

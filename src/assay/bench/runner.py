@@ -59,8 +59,8 @@ def execute(
     seed
         Base of all randomness, at least 0.
     executor
-        ``"local"``; ``"ray"`` (a cluster on this machine) or the address of a Ray cluster (``host:port``,
-        ``ray://host:port``, ``auto``).
+        ``"local"``; ``"ray"`` (a cluster on this machine), ``"auto"`` (the one that this machine belongs to) or
+        ``host:port`` of a cluster's head.
     jobs
         Worker processes of the local executor; default: as many as fill the cores. With 1, all but the races run in
         this process.
@@ -239,6 +239,11 @@ def _check_word(what: str, given: str, known: Sequence[str]) -> None:
 def _check_executor(given: str) -> None:
     if given != "local" and ":" not in given:
         _check_word("executor", given, ["local", "ray", "auto"])
+    if given.startswith("ray://"):
+        raise InputError(
+            f"executor {given!r} is the address of a Ray Client, over which trials cannot stream back; run on a "
+            "machine of the cluster (or one that reaches it) and give host:port of its head (port 6379), or 'auto'."
+        )
     if given != "local" and importlib.util.find_spec("ray") is None:
         raise InputError(f"executor {given!r} needs ray, which is not installed: pip install 'assay[ray]'")
 

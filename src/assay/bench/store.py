@@ -526,10 +526,8 @@ def _use_wal(connection: Connection) -> None:
     The switch needs the file for itself, and SQLite does not wait for that: two processes that make a store at the
     same time would see "locked". So we wait.
     """
+    connection.rollback()
     raw = connection.connection.cursor()
-    if connection.in_transaction():
-        connection.rollback()
-        raw = connection.connection.cursor()
     until = time.monotonic() + PATIENCE
     while True:
         try:

@@ -11,5 +11,9 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "KIVICache": "kivi",
+        "KIVILayer": "kivi",
+        "QuantizedTensor": "kivi",
+        "quantize_groups": "kivi",
+        "register_kivi_attention": "kivi",
     },
 )

@@ -14,6 +14,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "RQRRegressor": "rqr",
         "RQRBoostingRegressor": "rqr",
         "ConformalIntervalRegressor": "rqr",
+        "interval_report": "rqr",
+        "rqr_loss": "rqr",
         "SteinKernel": "stein_thinning",
         "SteinCompressor": "stein_thinning",
         "Coreset": "stein_thinning",

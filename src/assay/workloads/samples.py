@@ -118,9 +118,8 @@ class Samples:
             chosen = ("burnin", "temper", "off") if self.scenarios is None else tuple(self.scenarios)
             unknown = [s for s in chosen if s not in SCENARIOS]
             if unknown or not chosen or len(set(chosen)) < len(chosen):
-                raise InputError(
-                    f"--scenarios must name some of {', '.join(SCENARIOS)}, each once, got {', '.join(chosen) or 'none'}"
-                )
+                given = ", ".join(chosen) or "none"
+                raise InputError(f"--scenarios must name some of {', '.join(SCENARIOS)}, each once, got {given}")
             if size > points:
                 raise InputError(f"--size {size} exceeds the {points} draws a replicate; give --points at least {size}")
             digest = hashlib.sha256(repr(("embedded", chosen, points, size, seed)).encode()).hexdigest()
@@ -257,7 +256,7 @@ def _burnin(target: Gaussian, n: int, rng: np.random.Generator) -> Float:
     precision = np.linalg.inv(target.covariance)
     return _mala(
         np.full(DIMENSION, 15.0),
-        lambda x: (-(x @ precision @ x) / 2, -(precision @ x)),
+        lambda x: (-float(x @ precision @ x) / 2, -(precision @ x)),
         0.05,
         np.eye(DIMENSION),
         n,
@@ -376,6 +375,7 @@ def load_draws(samples: str | Path, scores: str | Path | None = None) -> tuple[F
     """
     path = _existing("samples", samples)
     kind = path.suffix.lower()
+    gradients: NDArray[Any] | None
     if kind in (".nc", ".nc4", ".h5", ".hdf5"):
         points, gradients = _read_netcdf(path)
     elif kind == ".npz":
@@ -394,12 +394,12 @@ def load_draws(samples: str | Path, scores: str | Path | None = None) -> tuple[F
         raise InputError(
             f"--samples {path} has no gradients: give --scores FILE as well (gradients of the log density at each row)"
         )
-    points, gradients = _clean("samples", points), _clean("scores", gradients)
-    if gradients.shape != points.shape:
-        raise InputError(f"--scores has shape {gradients.shape}, but --samples has shape {points.shape}; must be equal")
-    if (points == points[0]).all():
-        raise InputError(f"--samples {path}: all {points.shape[0]} points are equal")
-    return points, gradients
+    x, s = _clean("samples", points), _clean("scores", gradients)
+    if s.shape != x.shape:
+        raise InputError(f"--scores has shape {s.shape}, but --samples has shape {x.shape}; must be equal")
+    if (x == x[0]).all():
+        raise InputError(f"--samples {path}: all {x.shape[0]} points are equal")
+    return x, s
 
 
 def load_reference(path: str | Path, dimension: int) -> Float:

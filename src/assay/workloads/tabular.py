@@ -1,11 +1,12 @@
 """Tables with a numeric target: the user's file or data frame, a generator with known intervals, and a real data set.
 
-Everything ends in a :class:`Table` (features as float32, target as float64), which :class:`TabularTask` cuts into
+Everything ends in a :class:`Table`, which :class:`TabularTask` cuts into
 train, validation, calibration and test rows, anew for each replicate.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import math
@@ -35,7 +36,7 @@ PARTS = (0.50, 0.10, 0.15, 0.25)
 
 @dataclass(frozen=True)
 class Table:
-    """Features (n, p) in float32, target (n,) in float64, and the names of both.
+    """Features (n, p) in float32 (float64 where that would blur them), target (n,) in float64, and the names of both.
 
     ``location`` and ``scale`` are known for generated data only: the target is ``location + scale * noise``.
     """
@@ -187,10 +188,11 @@ def _read_file(path: Path) -> pd.DataFrame:
     if not name.endswith((".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")):
         raise InputError(f"data: {str(path)!r} must be a .csv, .tsv or .parquet file (or give a DataFrame from Python)")
     try:
-        head = pd.read_csv(path, nrows=0, sep="\0", engine="python").columns
-        line = str(head[0]) if len(head) else ""
+        opener: Any = gzip.open if name.endswith(".gz") else open
+        with opener(path, "rt", encoding="utf-8") as file:
+            header = file.readline()
         # Spreadsheets of half the world write semicolons.
-        separator = max((",", ";", "\t"), key=line.count)
+        separator = max((",", ";", "\t"), key=header.count)
         return pd.read_csv(path, sep=separator)
     except pd.errors.EmptyDataError as error:
         raise InputError(f"data: {str(path)!r} is empty") from error
@@ -263,9 +265,9 @@ def make_table(frame: pd.DataFrame, target: str | None, drop: Sequence[str] = ()
         column = frame[name]
         values = _numbers(column)
         if values is not None:
-            parts.append(values.astype(np.float32))
+            gone = ~np.isfinite(values)
+            parts.append(_narrow(values, gone))
             names.append(name)
-            gone = ~np.isfinite(parts[-1])
         else:
             gone = column.isna().to_numpy()
             texts = column.astype(str)
@@ -300,6 +302,17 @@ def make_table(frame: pd.DataFrame, target: str | None, drop: Sequence[str] = ()
     if (y == y[0]).all():
         raise InputError(f"target {target!r} is constant ({y[0]:g} in all {len(y)} rows): there is nothing to predict")
     return Table(X, y, tuple(names), target)
+
+
+def _narrow(values: np.ndarray, gone: np.ndarray) -> np.ndarray:
+    """The values in float32, unless that would blur them (time stamps) or overflow."""
+    known = values[~gone]
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    if len(known) == 0 or np.ptp(known) == 0:
+        return narrow
+    largest = np.abs(known).max()
+    return narrow if largest < 1e30 and np.ptp(known) > 1e-3 * largest else values
 
 
 def _listing(names: Sequence[str], most: int = 12) -> str:
@@ -346,9 +359,9 @@ class TabularTask:
             whole = self.tables[setting]
             table = whole.take(rng.permutation(len(whole.y))[:n])
         cuts = np.cumsum([int(n * share) for share in PARTS[:3]])
-        parts = [table.take(rows) for rows in np.split(np.arange(n), cuts)]
+        train, val, cal, test = (table.take(rows) for rows in np.split(np.arange(n), cuts))
         noise = setting if setting in NOISES else None
-        return Split(*parts, seed=int(rng.integers(2**31 - 1)), noise=noise, options=self.options)
+        return Split(train, val, cal, test, int(rng.integers(2**31 - 1)), noise, self.options)
 
 
 @dataclass
@@ -371,7 +384,9 @@ class Tabular:
     )
     settings: list[str] | None = field(
         default=None,
-        metadata={"help": f"Built-in data, instead of a file: {', '.join(BUILT_IN)}. Default: exponential 401ksubs."},
+        metadata={
+            "help": f"Built-in data, used where no file is given: {', '.join(BUILT_IN)}. Default: exponential 401ksubs."
+        },
     )
 
     def options(self) -> dict[str, Any]:
@@ -390,8 +405,6 @@ class Tabular:
         if self.rows is not None and self.rows < 1:
             raise InputError(f"rows must be positive, got {self.rows}")
         if self.data is not None:
-            if self.settings:
-                raise InputError("settings are built-in data: give either data or settings")
             frame = read_frame(self.data)
             tables["data"] = make_table(frame, self.target, self.drop or (), dropna=self.dropna)
             settings: tuple[str, ...] = ("data",)

@@ -39,7 +39,7 @@ class PackedView(Tensor):
         """The whole as a plain tensor."""
         return torch.cat([self.store.dequantize(self.residual.dtype), self.residual], -2)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedView(shape={tuple(self.shape)}, dtype={self.dtype}, packed={self.store.length})"
 
     @classmethod

@@ -25,7 +25,6 @@ Float = NDArray[np.float64]
 Index = NDArray[np.int64]
 
 _TILE = 256  # entries evaluated at once: the accumulators of a tile stay in the L1 cache
-_LANES = 8  # partial sums of a long sum, so that it is not one chain of dependent additions
 _OPTIONS: Any = {"cache": True, "nogil": True, "error_model": "numpy"}
 
 
@@ -166,6 +165,22 @@ def refine(K: Float, Z: Float, G: Float, c: Float, half_diagonal: Float, sequenc
 
 
 @njit(**_OPTIONS)
+def _signed_sum(sign: Float, rx: Float, ry: Float, at: Index, n: int) -> float:
+    """``sum_p sign[p] (rx[at[p]] - ry[at[p]])`` over p < n, in four partial sums that do not wait for each other."""
+    a0, a1, a2, a3 = 0.0, 0.0, 0.0, 0.0
+    whole = n - n % 4
+    for p in range(0, whole, 4):
+        i0, i1, i2, i3 = at[p], at[p + 1], at[p + 2], at[p + 3]
+        a0 += sign[p] * (rx[i0] - ry[i0])
+        a1 += sign[p + 1] * (rx[i1] - ry[i1])
+        a2 += sign[p + 2] * (rx[i2] - ry[i2])
+        a3 += sign[p + 3] * (rx[i3] - ry[i3])
+    for p in range(whole, n):
+        a0 += sign[p] * (rx[at[p]] - ry[at[p]])
+    return (a0 + a1) + (a2 + a3)
+
+
+@njit(**_OPTIONS)
 def halve(
     K: Float, Z: Float, G: Float, c: Float, diagonal: Float, sequence: Index, delta: float, uniforms: Float
 ) -> NDArray[np.bool_]:
@@ -176,37 +191,24 @@ def halve(
     """
     n = sequence.shape[0]
     stored = K.shape[0] > 0
+    positions = np.arange(0 if stored else n)
     sign = np.empty(n)  # +1 for half 1, -1 for half 0: S - 2 S0 as one signed sum
     first = np.zeros(n, dtype=np.bool_)
     bx = np.empty(0 if stored else n)
     by = np.empty(0 if stored else n)
-    difference = np.empty(n)
-    lanes = np.empty(_LANES)
     factor = np.sqrt(2.0 * np.log(2.0 / delta))
     sigma2 = 0.0
     for i in range(n // 2):
         x, y = 2 * i, 2 * i + 1
         if stored:
             rx, ry = K[sequence[x]], K[sequence[y]]
-            for p in range(x):
-                difference[p] = rx[sequence[p]] - ry[sequence[p]]
             kxy = rx[sequence[y]]
+            alpha = _signed_sum(sign, rx, ry, sequence, x)
         else:
             fill(Z, G, c, x, Z, G, c, 0, y + 1, bx)
             fill(Z, G, c, y, Z, G, c, 0, x, by)
-            for p in range(x):
-                difference[p] = bx[p] - by[p]
             kxy = bx[y]
-        lanes[:] = 0.0
-        whole = x - x % _LANES
-        for p in range(0, whole, _LANES):
-            for q in range(_LANES):
-                lanes[q] += sign[p + q] * difference[p + q]
-        for p in range(whole, x):
-            lanes[p - whole] += sign[p] * difference[p]
-        alpha = 0.0
-        for q in range(_LANES):
-            alpha += lanes[q]
+            alpha = _signed_sum(sign, bx, by, positions, x)
         b2 = max(0.0, diagonal[x] + diagonal[y] - 2.0 * kxy)
         a = max(max(np.sqrt(b2 * sigma2) * factor, b2), 1e-10)
         sigma2 += b2 * max(0.0, 1.0 + (b2 - 2.0 * a) * sigma2 / (a * a))

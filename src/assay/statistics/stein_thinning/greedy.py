@@ -31,8 +31,9 @@ def stein_thin(
         m; may exceed n.
     log_density, laplacian : array (n,)
         Switch on the regularised form, which avoids two faults of every Stein kernel: attraction to low-density
-        stationary points of log p (``laplacian``: that of log p, of which the positive part is added to
-        :math:`K_{ii}`) and blindness to the proportions of far-apart modes (``log_density``: log p up to a constant).
+        stationary points of log p (``laplacian``: its authors take the sum of the positive parts of the second
+        derivatives of log p; of what is given, the positive part is added to :math:`K_{ii}`) and blindness to the
+        proportions of far-apart modes (``log_density``: log p up to a constant).
         Step t then minimises :math:`K_{ii} + \Delta^+\log p_i + 2\sum_{s<t} K_{i j_s} - \lambda t \log p_i`.
     entropy
         :math:`\lambda`; 1/m by default, the value that its authors recommend. Needs ``log_density``.
