@@ -92,7 +92,7 @@ class _RunOptions:
     seed: int = 0
     """Base of all seeds."""
     executor: str = "local"
-    """local (processes on this machine), ray (a local cluster), or the address of a Ray cluster."""
+    """local (processes on this machine), ray (a local cluster), or a cluster: host:port, or auto."""
     jobs: int | None = None
     """Worker processes of the local executor; one per core by default."""
     store: str | None = None
@@ -385,7 +385,9 @@ def _print(result: Result) -> None:
     for d in verdict.decisions:
         s, c = d.statement, d.deciding
         metric = claim.metric(s.metric)
-        measured = (wording.effect(c, s, metric), wording.interval(c, metric)) if c is not None else (wording.MISSING,) * 2
+        measured = (
+            (wording.effect(c, s, metric), wording.interval(c, metric)) if c is not None else (wording.MISSING,) * 2
+        )
         table.add_row(
             Text(s.text if s.decides else f"{s.text} (informative)"),
             d.setting,

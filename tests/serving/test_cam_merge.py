@@ -94,7 +94,7 @@ def test_the_sum_of_values_is_conserved(n, m, seed):
     victim = int(torch.randint(n, (), generator=g))
     after, targets = merged(values, victim, m, order[None, None])
     place = order.tolist()
-    expected = sorted((p for p in place if p > place[victim]))[:m]
+    expected = sorted(p for p in place if p > place[victim])[:m]
     assert [place[t] for t in targets.tolist()] == expected
     if not expected:  # nobody follows: nothing is merged, and nothing lost elsewhere
         assert torch.equal(after, values)
@@ -158,12 +158,12 @@ def test_frequency_of_the_mask(p):
         lambda: uniform(0, 0, torch.zeros(1, dtype=torch.long), 1, torch.arange(n)[:, None]),
         lambda: uniform(1, 3, torch.arange(n), 1, torch.tensor([[5]])),
         lambda: uniform(2, 1, torch.zeros(1, dtype=torch.long), n, torch.tensor([[5]])),
-        lambda: torch.stack([uniform(0, k, torch.arange(1), 1, torch.tensor([[9]])) for k in range(n)]),
-        lambda: torch.stack([uniform(k, 0, torch.arange(1), 1, torch.tensor([[9]])) for k in range(n)]),
+        lambda: torch.stack([uniform(0, k, torch.arange(1), 1, torch.tensor([[9]])) for k in range(400)]),
+        lambda: torch.stack([uniform(k, 0, torch.arange(1), 1, torch.tensor([[9]])) for k in range(400)]),
     ):
         u = draw().flatten()
-        assert u.shape == (n,) and u.min() >= 0 and u.max() < 1 and len(u.unique()) == n
-        assert abs((u < p).double().mean() - p) < 4 * math.sqrt(p * (1 - p) / n)
+        assert u.min() >= 0 and u.max() < 1 and len(u.unique()) == len(u) >= 400
+        assert abs((u < p).double().mean() - p) < 4 * math.sqrt(p * (1 - p) / len(u))
 
 
 def test_random_numbers_are_uncorrelated_between_coordinates():

@@ -248,3 +248,12 @@ def test_import_is_light():
     assert out.stdout.strip() == "[]"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         stein.nothing  # noqa: B018
+
+
+def test_docstring_example():
+    import doctest
+
+    from assay.statistics.stein_thinning import coreset
+
+    result = doctest.testmod(coreset)
+    assert result.attempted > 0 and result.failed == 0

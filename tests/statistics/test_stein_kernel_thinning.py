@@ -194,17 +194,29 @@ def test_compress_pp_halves_what_it_should(monkeypatch):
     # N = 4^6, g = 4: the outermost level joins four pieces of 512, that is 2^(g+1) sqrt(N) = 2048 points, unhalved.
     from assay.statistics.stein_thinning import kernel_thinning
 
-    sizes = []
+    calls = []
     real = kernel_thinning.kernel_halve
 
     def spy(kernel, sequence, **options):
-        sizes.append(len(sequence))
-        return real(kernel, sequence, **options)
+        halves = real(kernel, sequence, **options)
+        calls.append((sequence, halves))
+        return halves
 
     monkeypatch.setattr(kernel_thinning, "kernel_halve", spy)
-    stein.compress_pp(gaussian(4096), np.arange(4096), random_state=0)
-    assert sizes[:4] == [1024] * 4
-    assert sizes[4:] == [2048] + [1024] * 2 + [512] * 4 + [256] * 8 + [128] * 16
+    kernel = gaussian(4096)
+    kept = []
+    for seed in range(4):
+        calls.clear()
+        stein.compress_pp(kernel, np.arange(4096), random_state=seed)
+        sizes = [len(sequence) for sequence, _ in calls]
+        assert sizes[:4] == [1024] * 4
+        assert sizes[4:] == [2048] + [1024] * 2 + [512] * 4 + [256] * 8 + [128] * 16
+        joined = calls[4][0]
+        for i, (_, (a, b)) in enumerate(calls[:4]):
+            piece = joined[512 * i : 512 * (i + 1)]
+            kept.append(0 if (piece == a).all() else 1)
+            assert kept[-1] == 0 or (piece == b).all()
+    assert 0 < sum(kept) < 16  # either half is kept, by chance
 
 
 @pytest.mark.parametrize(

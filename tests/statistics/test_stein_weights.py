@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from assay.statistics import stein_thinning as stein
+from assay.statistics.stein_thinning import _cores, cholesky, debias
 from assay.statistics.stein_thinning.cholesky import constant_weights
 from assay.statistics.stein_thinning.rounding import frequencies
 
@@ -258,6 +259,51 @@ def test_line_search_swap_finds_the_best_single_exchange():
     first = min(range(30), key=lambda j: along(9, j) if j != 9 else np.inf)
     second = min(along(first, j) for j in range(30) if j != first)
     assert value(K, swapped) == pytest.approx(second, rel=1e-4)
+
+
+@pytest.mark.parametrize("clamp", [True, False])
+def test_line_search_swap_keeps_its_books(clamp):
+    kernel = kernel_of("off", 60)
+    w = random_weights(np.random.default_rng(0), 60, 9, not clamp)
+    after, products = _cores.swap_line_search(*kernel.parts(), kernel.diag(), w, clamp)
+    assert after.sum() == pytest.approx(1, abs=1e-12)
+    np.testing.assert_allclose(products, kernel.matrix() @ after, rtol=1e-9, atol=1e-12)
+
+
+def test_the_surrogate_has_the_diagonal_of_the_kernel(monkeypatch):
+    kernel = kernel_of(n=90)
+    seen = []
+    real = debias.amd_simplex
+
+    def spy(product, weights, **options):
+        eye = np.eye(weights.size)
+        seen.append((np.array([product(e)[i] for i, e in enumerate(eye)]), options))
+        return real(product, weights, **options)
+
+    monkeypatch.setattr(debias, "amd_simplex", spy)
+    stein.low_rank_debias(kernel, 5, random_state=0)
+    assert len(seen) == 3
+    np.testing.assert_allclose(seen[0][0], kernel.diag(), rtol=1e-9)
+    assert set(np.round(seen[2][0], 9)) <= set(np.round(kernel.diag(), 9))
+    assert seen[0][1]["n_iterations"] == 67  # the ceiling of 7 sqrt(90)
+    assert seen[0][1]["step"] == seen[0][1]["min_step"] == pytest.approx(1 / (8 * kernel.diag().max()))
+    assert seen[1][1]["step"] > seen[1][1]["min_step"]
+
+
+def test_cholesky_thinning_shifts_by_the_largest_diagonal_entries(monkeypatch):
+    kernel = kernel_of(n=50)
+    w = np.zeros(50)
+    w[::2] = 1 / 25
+    seen = {}
+    real = cholesky.rp_cholesky
+
+    def spy(*arguments, **options):
+        seen.update(options)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(cholesky, "rp_cholesky", spy)
+    stein.cholesky_thin(kernel, w, 4, random_state=0)
+    assert seen["shift"] == pytest.approx(np.sort(kernel.diag()[::2])[-4:].mean())
 
 
 @pytest.mark.parametrize("name", ["burnin", "temper", "off"])

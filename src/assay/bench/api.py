@@ -146,7 +146,8 @@ def run(
     seed
         Base of all seeds.
     executor
-        ``"local"`` (processes on this machine), ``"ray"`` (a local cluster), or the address of a Ray cluster.
+        ``"local"`` (processes on this machine), ``"ray"`` (a Ray cluster on this machine), or the address of a Ray cluster
+        (``host:port``, or ``auto`` for the one that this machine belongs to).
     jobs
         Worker processes of the local executor; by default one per core.
     store

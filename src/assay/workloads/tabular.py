@@ -67,6 +67,7 @@ class Split:
     cal: Table
     test: Table
     seed: int
+    setting: str
     noise: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     cache: dict[str, Any] = field(default_factory=dict)
@@ -361,7 +362,7 @@ class TabularTask:
         cuts = np.cumsum([int(n * share) for share in PARTS[:3]])
         train, val, cal, test = (table.take(rows) for rows in np.split(np.arange(n), cuts))
         noise = setting if setting in NOISES else None
-        return Split(train, val, cal, test, int(rng.integers(2**31 - 1)), noise, self.options)
+        return Split(train, val, cal, test, int(rng.integers(2**31 - 1)), setting, noise, self.options)
 
 
 @dataclass

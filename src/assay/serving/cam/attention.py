@@ -134,8 +134,10 @@ def _mask(
         return mask
     index = held.clamp(min=0).unsqueeze(2).expand(-1, -1, mask.shape[2], -1)
     mask = mask.expand(held.shape[0], held.shape[1], -1, -1).gather(-1, index)
-    return mask & (held >= 0).unsqueeze(2) if mask.dtype == torch.bool else mask.where(
-        (held >= 0).unsqueeze(2), torch.finfo(mask.dtype).min
+    return (
+        mask & (held >= 0).unsqueeze(2)
+        if mask.dtype == torch.bool
+        else mask.where((held >= 0).unsqueeze(2), torch.finfo(mask.dtype).min)
     )
 
 
@@ -146,9 +148,7 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> T
         if mask.shape[1] > 1:  # one mask for the query heads that share a key-value head
             logits = logits.view(*mask.shape[:2], -1, *logits.shape[2:])
             mask = mask.unsqueeze(2)
-        logits = (
-            logits.masked_fill(~mask, torch.finfo(logits.dtype).min) if mask.dtype == torch.bool else logits + mask
-        )
+        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min) if mask.dtype == torch.bool else logits + mask
         logits = logits.view(query.shape[0], query.shape[1], query.shape[2], -1)
     return logits.softmax(-1, dtype=torch.float32)
 

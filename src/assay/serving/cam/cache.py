@@ -25,7 +25,7 @@ PrefillScores = Literal["full", "last", "none"]
 # Layer types of a model configuration that keep transformers' own layer class: their cache does not grow with the
 # text, or holds something else than keys and values. "full_attention" is what tokens are evicted from.
 STANDARD_TYPES = ("sliding_attention", "chunked_attention", "linear_attention", "conv", "dummy")
-COUNTERS = ("seen", "used", "count", "prompt", "evicted")
+COUNTERS = ("seen", "used", "count", "newest", "prompt", "evicted")
 
 
 class EvictionCache(Cache):
@@ -180,7 +180,7 @@ class EvictionCache(Cache):
         """Refuse what needs to take tokens back: assisted generation."""
         raise ValueError(
             f"assisted generation takes back tokens that the model rejects, but an EvictionCache (policy "
-            f"{self.options['policy']!r}) has already dropped others to make room for them; generate without an assistant"
+            f"{self.options['policy']!r}) has already dropped others for them; generate without an assistant"
         )
 
     def eviction_layers(self) -> list[EvictionLayer]:
@@ -295,5 +295,3 @@ class EvictionCache(Cache):
             if layer.prompt:
                 layer.set_sizes(layer.prompt)
         return cache
-
-

@@ -16,7 +16,10 @@ from assay.serving.cam.policies import CacheState, Policy, check_rank, lowest, o
 HISTORY = 400  # queries that "scissorhands" looks back on
 ROOM = 64  # spare slots of a buffer that has to grow, at least
 POPCOUNT = torch.tensor([bin(byte).count("1") for byte in range(256)])
-STATE = ("keys", "values", "positions", "scores", "low", "first", "rows")
+SLOTS = ("keys", "values", "positions", "scores", "draws", "low")  # tensors [batch, kv_heads, slots, ...]
+STATE = (*SLOTS, "first", "rows")
+BLOCK = 64  # random numbers that are made ahead, a token each
+BELOW_ONE = 1 - 2**-24
 
 
 class EvictionLayer(DynamicLayer):
@@ -54,6 +57,7 @@ class EvictionLayer(DynamicLayer):
         self.rotation = rotation
         self.seed, self.index, self.first_row = seed, index, first_row
         self.custom = callable(policy)
+        self.samples = merge is not None and merge.mask != "all" and (merge.mask, merge.clamp) != ("threshold", (0, 1))
         self.accumulates = self.rule.cumulative or (merge is not None and merge.uses == "cumulative")
         self.watches = policy != "streaming" or (merge is not None and merge.uses is not None)
         self.reset()
@@ -65,12 +69,15 @@ class EvictionLayer(DynamicLayer):
         self.keys = self.values = None
         self.positions: Tensor | None = None
         self.scores: Tensor | None = None
+        self.draws: Tensor | None = None
         self.low: Tensor | None = None
+        self.block: tuple[int, Tensor] | None = None
         self.first: Tensor | None = None
         self.rows: Tensor | None = None
         self.current: Tensor | None = None
         self.is_initialized = False
         self.seen = self.used = self.count = self.new = 0
+        self.newest = -1  # slot of the newest token
         self.prompt = 0
         self.evicted = self.pending = False
 
@@ -85,6 +92,8 @@ class EvictionLayer(DynamicLayer):
         self.positions = torch.empty((batch, heads, 0), dtype=torch.int64, device=self.device)
         if self.accumulates:
             self.scores = torch.empty((batch, heads, 0), device=self.device)
+        if self.samples:
+            self.draws = torch.empty((batch, heads, 0), device=self.device)
         if self.rule.low_counts:
             self.low = torch.empty((batch, heads, 0, HISTORY // 8), dtype=torch.uint8, device=self.device)
         self.rows = torch.arange(batch, device=self.device) + self.first_row
@@ -134,12 +143,24 @@ class EvictionLayer(DynamicLayer):
     def _replace(self, key: Tensor, value: Tensor) -> None:
         """Put one token into an empty slot; after an eviction every row and head has one."""
         assert self.keys is not None and self.values is not None and self.positions is not None
+        if self.is_ring:
+            self.newest = self._after(self.newest)
+            self.keys[:, :, self.newest] = key[:, :, 0]
+            self.values[:, :, self.newest] = value[:, :, 0]
+            self.positions[:, :, self.newest] = self.seen
+            if self.scores is not None:
+                self.scores[:, :, self.newest] = 0
+            if self.draws is not None:
+                self.draws[:, :, self.newest] = self._draw()
+            return
         slot = self.positions.argmin(-1, keepdim=True)
         self.keys.scatter_(2, slot.unsqueeze(-1).expand_as(key), key)
         self.values.scatter_(2, slot.unsqueeze(-1).expand_as(value), value)
         self.positions.scatter_(2, slot, self.seen)
         if self.scores is not None:
             self.scores.scatter_(2, slot, 0)
+        if self.draws is not None:
+            self.draws.scatter_(2, slot, self._draw().unsqueeze(-1))
         if self.low is not None:
             self.low.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, self.low.shape[-1]), 0)
 
@@ -149,7 +170,7 @@ class EvictionLayer(DynamicLayer):
         start, stop = self.used, self.used + self.new
         if self.keys.shape[2] < stop:
             room = max(stop, min(self.budget + 1, stop + max(ROOM, stop // 8)))
-            for name in ("keys", "values", "positions", "scores", "low"):
+            for name in SLOTS:
                 old = getattr(self, name)
                 if old is not None:
                     larger = old.new_empty((*old.shape[:2], room, *old.shape[3:]))
@@ -163,7 +184,39 @@ class EvictionLayer(DynamicLayer):
             self.scores[:, :, start:stop] = 0
         if self.low is not None:
             self.low[:, :, start:stop] = 0
+        if self.draws is not None:
+            self.draws[:, :, start:stop] = self._drawn(self.seen, self.seen + self.new)
         self.used = stop
+        self.newest = stop - 1
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether slots from ``n_sink`` on are a ring in the order of the text, the same for all rows and heads.
+
+        So it is with "streaming" and no padding: the oldest of the window always leaves, and its slot comes after that
+        of the newest. The step is then a matter of slices instead of searches.
+        """
+        return self.sizes[0] == "streaming" and self.first is None
+
+    def _after(self, slot: int) -> int:
+        """The next slot of the ring."""
+        return slot + 1 if slot < self.budget else self.n_sink
+
+    def _drawn(self, start: int, stop: int) -> Tensor:
+        """The random numbers of the tokens at these positions, ``[batch or 1, kv_heads, tokens]``."""
+        assert self.rows is not None and self.keys is not None
+        place = torch.arange(start, stop, device=self.rows.device)[None, None]
+        if self.first is not None:
+            place = place - self.first[:, None, None]
+        numbers = merging.uniform(self.seed, self.index, self.rows, self.keys.shape[1], place)
+        return numbers.float().clamp(max=BELOW_ONE)
+
+    def _draw(self) -> Tensor:
+        """The random numbers of the new token; they are made in blocks."""
+        start, end = self.seen - self.seen % BLOCK, self.seen - self.seen % BLOCK + BLOCK
+        if self.block is None or self.block[0] != start:
+            self.block = start, self._drawn(start, end)
+        return self.block[1][:, :, self.seen - start]
 
     def _shifted(self, keys: Tensor) -> Tensor:
         """Keys rotated so that the tokens held stand next to each other and end where the new ones begin."""
@@ -198,9 +251,11 @@ class EvictionLayer(DynamicLayer):
             raise ValueError(f"cannot remove {-tokens_to_remove} tokens of {self.seen}")
         self.seen += tokens_to_remove
         self.used += tokens_to_remove
+        self.newest = self.used - 1
         self.count += tokens_to_remove
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.block = None
         for name in STATE:
             held = getattr(self, name)
             if held is not None:
@@ -251,6 +306,8 @@ class EvictionLayer(DynamicLayer):
         first = real.int().argmax(-1)
         if bool((first > 0).any()):
             self.first = first
+            if self.draws is not None:  # counted from the first real token
+                self.draws[:, :, : self.used] = self._drawn(0, self.used)
             held = self.positions[:, :, : self.used]
             held[held < first[:, None, None]] = -1
 
@@ -348,6 +405,13 @@ class EvictionLayer(DynamicLayer):
 
     def _evict_one(self, over: Tensor | None) -> None:
         """Evict one token of every row and head, or of those that are ``over`` the budget."""
+        assert self.positions is not None
+        if self.is_ring:
+            slot = self._after(self.newest)
+            if self.merge is not None:
+                self._merge_ring(slot)
+            self.positions[:, :, slot] = -1
+            return
         rank, held = self._rank()
         victim = lowest(rank, held)
         if self.merge is not None:
@@ -384,7 +448,7 @@ class EvictionLayer(DynamicLayer):
         assert self.positions is not None
         held = self.positions[:, :, : self.used]
         slots = torch.where(held < 0, merging.FAR, held).argsort(-1)[..., : self.budget]
-        for name in ("keys", "values", "positions", "scores", "low"):
+        for name in SLOTS:
             old = getattr(self, name)
             if old is None:
                 continue
@@ -393,31 +457,59 @@ class EvictionLayer(DynamicLayer):
             new[:, :, : self.budget] = old.gather(2, index)
             setattr(self, name, new)
         self.used = self.budget
+        self.newest = self.used - 1
 
     def _merge(self, held: Tensor, victim: Tensor, active: Tensor | None) -> None:
         """Merge the victim's value, where the mask says so and it is ``active``."""
         cam = self.merge
-        assert cam is not None and self.values is not None and self.rows is not None
+        assert cam is not None and self.values is not None
         recent = self.seen - self.n_recent
         slots, taken = merging.merge_targets(held, victim, self.m, recent if cam.targets == "recent" else 0)
-        statistic = self.current if cam.uses == "current" else self.scores
-        merged = taken.any(-1)
-        if cam.uses is not None:
-            assert statistic is not None
+        if cam.uses is None:
+            merged = taken[..., 0]
+        else:
             p = merging.merge_probability(
-                statistic[:, :, : self.used],
-                held,
-                victim,
-                slots,
-                taken,
-                mask=cam.mask,
-                clamp=cam.clamp,
-                recent=recent,
+                self._statistic(), held, victim, slots, taken, mask=cam.mask, clamp=cam.clamp, recent=recent
             )
-            counter = held.gather(-1, victim.unsqueeze(-1)).squeeze(-1)
-            if self.first is not None:
-                counter = counter - self.first[:, None]
-            merged = merging.uniform(self.seed, self.index, self.rows, held.shape[1], counter) < p
+            merged = p > 0.5
+            if self.draws is not None:
+                merged = self.draws[:, :, : self.used].gather(-1, victim.unsqueeze(-1)).squeeze(-1) < p
         if active is not None:
             merged = merged & active
         merging.merge_values(self.values[:, :, : self.used], victim, slots, taken, merged)
+
+    def _merge_ring(self, slot: int) -> None:
+        """The same for one slot of all rows and heads, whose followers are the next slots of the ring."""
+        cam = self.merge
+        assert cam is not None and self.values is not None
+        count = min(self.m, self.n_recent)
+        start = self._after(slot)
+        parts = [slice(start, min(start + count, self.used))]
+        if start + count > self.used:
+            parts.append(slice(self.n_sink, self.n_sink + start + count - self.used))
+        share = self.values[:, :, slot : slot + 1] / count
+        if cam.uses is not None:
+            statistic = self._statistic()
+            own = statistic[:, :, slot]
+            if cam.mask == "bernoulli":
+                sums = [statistic[:, :, part].sum(-1, dtype=torch.float64) for part in parts]
+                reference = (sums[0] if len(sums) == 1 else sums[0] + sums[1]) / count
+            elif cam.mask == "bernoulli_current":
+                reference = (statistic[:, :, self.n_sink :].sum(-1, dtype=torch.float64) - own) / self.n_recent
+            elif cam.mask == "threshold":
+                reference = (statistic.sum(-1, dtype=torch.float64) - own) / (self.used - 1)
+            else:
+                others = [x for x in (statistic[:, :, :slot], statistic[:, :, slot + 1 :]) if x.shape[-1]]
+                reference = torch.stack([x.amax(-1) for x in others]).amax(0)
+            u = None if self.draws is None else self.draws[:, :, slot]
+            merged = merging.merges(own, reference, u, cam.mask, cam.clamp)
+            share = torch.where(merged[..., None, None], share, 0)
+        for part in parts:
+            self.values[:, :, part] += share
+
+    def _statistic(self) -> Tensor:
+        """What the mask looks at, ``[batch, kv_heads, slots]``."""
+        assert self.merge is not None
+        statistic = self.current if self.merge.uses == "current" else self.scores
+        assert statistic is not None
+        return statistic[:, :, : self.used]

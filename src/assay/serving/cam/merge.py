@@ -117,7 +117,9 @@ def merge_targets(positions: Tensor, victim: Tensor, m: int, start: int = 0) -> 
     such a target.
     """
     of_victim = positions.gather(-1, victim.unsqueeze(-1))
-    following = (positions > of_victim) & (positions >= start)
+    following = positions > of_victim
+    if start > 0:
+        following &= positions >= start
     found = torch.where(following, positions, FAR).topk(min(m, positions.shape[-1]), largest=False)
     return found.indices, found.values < FAR
 
@@ -152,25 +154,34 @@ def merge_probability(
     -------
     Float64; 0 where there is no target, or where the denominator is 0.
     """
-    any_target = taken.any(-1)
+    count = taken.sum(-1)
     if mask == "all":
-        return any_target.double()
+        return (count > 0).double()
     own = statistic.gather(-1, victim.unsqueeze(-1)).squeeze(-1).double()
     if mask == "bernoulli":
-        count = taken.sum(-1)
         reference = (statistic.gather(-1, slots).double() * taken).sum(-1) / count.clamp(min=1)
     else:
         kept = positions >= (recent if mask == "bernoulli_current" else 0)
         kept = kept.scatter(-1, victim.unsqueeze(-1), False)
         chosen = torch.where(kept, statistic, 0).double()
-        if mask == "max":
-            reference = chosen.amax(-1)
-        else:
-            reference = chosen.sum(-1) / kept.sum(-1).clamp(min=1)
+        reference = chosen.amax(-1) if mask == "max" else chosen.sum(-1) / kept.sum(-1).clamp(min=1)
     ratio = torch.where(reference > 0, own / reference, 0.0)
     if mask == "threshold":
         ratio = (ratio > ABOVE_ONE).double()
-    return torch.where(any_target, ratio.clamp(*clamp), 0.0)
+    return torch.where(count > 0, ratio.clamp(*clamp), 0.0)
+
+
+def merges(own: Tensor, reference: Tensor, u: Tensor | None, mask: Mask, clamp: tuple[float, float]) -> Tensor:
+    """``u < clamp(own / reference, *clamp)`` for uniform numbers ``u``, in few operations, as boolean.
+
+    ``u`` is ``None`` for masks that are not sampled.
+    """
+    if mask == "threshold":
+        merged = (own > reference * ABOVE_ONE) & (reference > 0)
+        return merged if u is None else u < torch.where(merged, clamp[1], clamp[0])
+    assert u is not None
+    merged = (u * reference < own) & (reference > 0)
+    return merged if clamp == (0.0, 1.0) else merged & (u < clamp[1]) | (u < clamp[0])
 
 
 def merge_values(values: Tensor, victim: Tensor, slots: Tensor, taken: Tensor, merged: Tensor) -> None:
@@ -180,23 +191,25 @@ def merge_values(values: Tensor, victim: Tensor, slots: Tensor, taken: Tensor, m
     boolean ``[batch, kv_heads]``.
     """
     dim = values.shape[-1]
+    count = taken.sum(-1).clamp(min=1)
     evicted = values.gather(2, victim[..., None, None].expand(-1, -1, 1, dim))
-    share = evicted / taken.sum(-1).clamp(min=1)[..., None, None]
+    share = evicted / count[..., None, None]
     # Where nothing is merged this adds zeros; a NaN of the victim must not come through them.
     added = torch.where((taken & merged.unsqueeze(-1)).unsqueeze(-1), share, 0)
     values.scatter_add_(2, slots.unsqueeze(-1).expand(-1, -1, -1, dim), added)
 
 
 def uniform(seed: int, layer: int, rows: Tensor, heads: int, counter: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1) that depend on their coordinates alone, ``[batch, kv_heads]`` in float64.
+    """Uniform numbers in [0, 1) that depend on their coordinates alone, ``[batch, kv_heads, ...]`` in float64.
 
     The mask of a token must not depend on which other rows share its batch, so numbers are not drawn one after the
     other but computed: a 64-bit mix (the finaliser of SplitMix64) of ``seed``, ``layer``, row, head and ``counter``
-    (``[batch, kv_heads]`` or broadcastable: the victim's position from the row's first token).
+    (broadcastable with ``[batch, kv_heads, ...]``: a token's position, counted from the row's first token).
     """
+    shape = [1] * (counter.ndim - 2)
     state = torch.full_like(counter, _signed(seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019))
     head = torch.arange(heads, device=counter.device)
-    for part in (torch.full_like(counter, layer), rows[:, None], head[None], counter):
+    for part in (torch.full_like(counter, layer), rows.view(-1, 1, *shape), head.view(1, -1, *shape), counter):
         state = _mix((state ^ part) + _signed(0x9E3779B97F4A7C15))
     return ((state >> 11) & (2**53 - 1)).double() * 2.0**-53
 

@@ -120,14 +120,15 @@ def perturbation_report(
                 out = model(line[None], cache=cache, output_attentions=True)
             sums: dict[str, Tensor] = {}
             for weights, layer in zip(out.attentions, cache.layers):
-                assert layer.values is not None
-                found = _layer_sums(weights[0], layer.values[0], variants, n_sink, window, list(victims), steps)
+                values = getattr(layer, "values")[0]  # noqa: B009  # other kinds of layers have none
+                found = _layer_sums(weights[0], values, variants, n_sink, window, list(victims), steps)
                 for name, part in found.items():
                     sums[name] = sums.get(name, torch.zeros(())) + part
+            plain = sums["evict"]
             for name in ("evict", *variants):
-                real, unscaled, rate, output = (sums[name] / len(out.attentions)).tolist()
-                rows.append((document, name, real / float(sums["evict"][0]) * len(out.attentions),
-                             unscaled / float(sums["evict"][1]) * len(out.attentions), real / output, rate))  # fmt: skip
+                real, unscaled, rate, output = sums[name].tolist()
+                scaled = real / float(plain[0]), unscaled / float(plain[1])
+                rows.append((document, name, *scaled, real / output, rate / len(out.attentions)))
     finally:
         model.set_attn_implementation(before)
     import pandas as pd
@@ -136,7 +137,13 @@ def perturbation_report(
 
 
 def _layer_sums(
-    weights: Tensor, values: Tensor, variants: Mapping[str, CaM], n_sink: int, window: int, victims: list[int], steps: int
+    weights: Tensor,
+    values: Tensor,
+    variants: Mapping[str, CaM],
+    n_sink: int,
+    window: int,
+    victims: list[int],
+    steps: int,
 ) -> dict[str, Tensor]:
     """Means over heads, victims and steps of one layer: change (real, unscaled), probability, norm of the output."""
     weights, values = weights.double(), values.double()

@@ -113,7 +113,7 @@ def select_pages(scores: Tensor, count: int, *, visible: Tensor | None = None, f
         scores[..., -1] = float("inf")
     # topk leaves ties open. As integers, scores keep their order, and the index goes into the low half.
     bits = scores.view(torch.int32)
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    order = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).long().bitwise_left_shift_(32)
     order += torch.arange(pages - 1, -1, -1, device=scores.device)
     return order.topk(count, sorted=False).indices.sort(-1).values
 
@@ -140,8 +140,8 @@ def page_attention(
         ``[batch, kv_heads, tokens, head_dim]``; best with ``tokens`` a multiple of ``page_size`` (otherwise they are
         padded, which copies them), of which ``length`` are in use. Spare ones must be finite.
     pages
-        ``[batch, heads or kv_heads, count]`` of :func:`select_pages`; with ``kv_heads``, all queries of a group share
-        them.
+        ``[batch, heads or kv_heads, count]``, ascending, of :func:`select_pages`; with ``kv_heads``, all queries of a
+        group share them.
     page_size
         Tokens per page.
     mask
@@ -164,17 +164,20 @@ def page_attention(
     chosen, count = pages.shape[1], pages.shape[2]
     fast = cpu.available(query, key, value)
     half = query.dtype in (torch.float16, torch.bfloat16)
-    q = query.reshape(batch, chosen, -1, dim)
+    q = (query.float() if half else query).reshape(batch, chosen, -1, dim)
+    q = q * (dim**-0.5 if scaling is None else scaling)
     if fast:
         logits = cpu.logits(q, key, pages, page_size)
     else:
         k = _gather(key, pages, page_size).transpose(2, 3)
-        logits = q.float() @ k.float() if half else q @ k
-    logits *= dim**-0.5 if scaling is None else scaling
-    bias = _bias(pages, page_size, mask, length, heads)
-    if bias is not None:
+        logits = q @ k.to(q.dtype)
+    if mask is not None:
         shaped = logits.view(batch, chosen, heads // chosen, n, count * page_size)
+        bias = _selected_mask(pages, page_size, mask, length, heads)
         shaped.masked_fill_(~bias, float("-inf")) if bias.dtype == torch.bool else shaped.add_(bias)
+    elif spare := -length % page_size:  # in the last page, which stands last if it was selected
+        cut = pages[..., -1:, None] == length // page_size
+        logits[..., -spare:].masked_fill_(cut, float("-inf"))
     weights = logits.softmax(-1)
     if mask is not None:
         weights = weights.nan_to_num_()
@@ -234,15 +237,11 @@ def _gather(x: Tensor, pages: Tensor, page_size: int) -> Tensor:
     return picked.view(batch, chosen, -1, dim)
 
 
-def _bias(pages: Tensor, page_size: int, mask: Tensor | None, length: int, heads: int) -> Tensor | None:
+def _selected_mask(pages: Tensor, page_size: int, mask: Tensor, length: int, heads: int) -> Tensor:
     """The mask at the selected tokens, for logits ``[batch, chosen, heads / chosen, n, count * page_size]``."""
-    if mask is None and length % page_size == 0:
-        return None
     batch, chosen = pages.shape[:2]
     token = (pages[..., None] * page_size + torch.arange(page_size, device=pages.device)).view(batch, chosen, 1, 1, -1)
     inside = token < length
-    if mask is None:
-        return inside
     shaped = mask[:, :, None] if mask.shape[1] == 1 else mask.unflatten(1, (chosen, heads // chosen))
     shaped = shaped.expand(batch, chosen, -1, -1, -1)
     picked = shaped.gather(4, token.clamp(max=length - 1).expand(-1, -1, *shaped.shape[2:4], -1))

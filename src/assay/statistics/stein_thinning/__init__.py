@@ -21,7 +21,7 @@ from assay.statistics.stein_thinning.adapters import (
     torch_score,
 )
 from assay.statistics.stein_thinning.cholesky import cholesky_thin
-from assay.statistics.stein_thinning.compress import METHODS, Coreset, compress
+from assay.statistics.stein_thinning.coreset import METHODS, Coreset, compress
 from assay.statistics.stein_thinning.debias import amd_simplex, low_rank_debias, rp_cholesky
 from assay.statistics.stein_thinning.greedy import stein_thin
 from assay.statistics.stein_thinning.kernel import SteinKernel, ksd

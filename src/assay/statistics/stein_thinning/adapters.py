@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from assay.statistics.stein_thinning._cores import Float
-from assay.statistics.stein_thinning.compress import Coreset
+from assay.statistics.stein_thinning.coreset import Coreset
 from assay.statistics.stein_thinning.kernel import as_float, check_points
 
 ScoreFunction = Callable[[Float], Float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Draws:
     """Draws of all chains, one chain after the other, with their scores.
 

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 
-from assay.statistics.stein_thinning.compress import Coreset, Method, compress
+from assay.statistics.stein_thinning.coreset import Coreset, Method, compress
 from assay.statistics.stein_thinning.kernel import Metric, SteinKernel
 
 

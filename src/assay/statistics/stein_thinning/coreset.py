@@ -35,7 +35,7 @@ METHODS: tuple[str, ...] = get_args(Method)
 _QUADRATIC = ("skt", "sr", "sc")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Coreset:
     """A small set of points that stands for a target distribution.
 
