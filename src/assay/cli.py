@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from assay.bench.api import Result
     from assay.bench.claim import Claim
-    from assay.bench.verdict import Answer
+    from assay.bench.verdict import Answer, Decision
 
 EXAMPLES = """
 **Examples**
@@ -359,81 +359,118 @@ COLOURS = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
 
 
 def _print(result: Result) -> None:
-    """The table of a claim: what was measured, and the paper's number in a column of its own."""
+    """What was measured, statement by statement; what the paper reported stands on a line of its own."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    run, verdict, console = result.run, result.verdict, _console()
+    claim = run.claim
+    console.print(_answer(f"{claim.slug}: ", verdict.answer, "bold"))
+    console.print(Text(claim.question))
+    console.print(Text(f"{run.title}; {run.replicates} replicates ({claim.unit}), scale {run.key.scale}", "dim"))
+    for statement in claim.statements:
+        decisions = [d for d in verdict.decisions if d.statement is statement and d.setting]
+        if not decisions:
+            continue
+        informative = "" if statement.decides else " (informative, does not decide)"
+        console.print()
+        console.print(Text.assemble((f"{statement.name}: ", "bold"), f"{statement.text}{informative}"))
+        console.print(Padding(_statement_table(claim, decisions), (0, 0, 0, 2)))
+        if statement.reported is not None:
+            r = statement.reported
+            paper = f"the paper reported: {r.text} ({r.setting}; {r.source})"
+            console.print(Padding(Text(paper, "magenta"), (0, 0, 0, 2)))
+    for setting in run.settings:
+        for table in _arms_tables(result, setting):
+            console.print()
+            console.print(table)
+    console.print()
+    open_ = [
+        f"{d.statement.name}, {d.setting}: {d.reason}"
+        for d in verdict.decisions
+        if d.answer != "holds" and d.setting and d.statement.decides
+    ]
+    for line in dict.fromkeys([*open_, *verdict.warnings, *claim.notes]):
+        console.print(f"- {line}", markup=False, highlight=False)
+
+
+def _statement_table(claim: Claim, decisions: Sequence[Decision]) -> Table:
+    """One row for each setting: the comparison with the strongest baseline."""
     from rich.table import Table
     from rich.text import Text
 
     from assay.bench import wording
 
-    run, verdict, console = result.run, result.verdict, _console()
-    claim = run.claim
-    console.print(_answer(f"{claim.slug}: ", verdict.answer))
-    console.print(
-        f"{claim.question}\nOn {run.title}; {run.replicates} replicates ({claim.unit}), scale {run.key.scale}.",
-        markup=False,
-        highlight=False,
-    )
-    table = Table(header_style="bold")
-    table.add_column("statement", overflow="fold", ratio=3)
-    table.add_column("setting", overflow="fold")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("setting")
     for name in ("effect", "95% interval", "must be"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("against", overflow="fold")
+    table.add_column("against the strongest of" if any(len(d.comparisons) > 1 for d in decisions) else "against")
     table.add_column("n", justify="right")
     table.add_column("answer", no_wrap=True)
-    table.add_column("the paper reported", overflow="fold", ratio=2)
-    for d in verdict.decisions:
+    for d in decisions:
         s, c = d.statement, d.deciding
         metric = claim.metric(s.metric)
-        measured = (
-            (wording.effect(c, s, metric), wording.interval(c, metric)) if c is not None else (wording.MISSING,) * 2
-        )
+        measured = (wording.effect(c, s, metric), wording.interval(c, metric)) if c else (wording.MISSING,) * 2
         table.add_row(
-            Text(s.text if s.decides else f"{s.text} (informative)"),
-            d.setting,
+            Text(d.setting),
             *measured,
             wording.bound(s, metric),
-            Text(wording.against(c, s, claim)),
-            str(c.n) if c is not None else wording.MISSING,
+            Text(wording.against(c, s, claim) + (f" ({len(d.comparisons)})" if len(d.comparisons) > 1 else "")),
+            str(c.n) if c else wording.MISSING,
             _answer("", d.answer),
-            Text(s.reported.text if s.reported is not None else ""),
         )
-    console.print(table)
-    console.print(_arms_table(result))
-    open_ = [f"{d.statement.name}, {d.setting}: {d.reason}" for d in verdict.decisions if d.answer != "holds"]
-    for line in dict.fromkeys([*open_, *verdict.warnings, *claim.notes]):
-        console.print(f"- {line}", markup=False, highlight=False)
+    return table
 
 
-def _answer(before: str, answer: Answer) -> Text:
+def _answer(before: str, answer: Answer, style: str = "") -> Text:
     from rich.text import Text
 
     from assay.bench.wording import SYMBOLS
 
-    return Text(f"{SYMBOLS[answer]} {before}{answer}", style=COLOURS[answer])
+    return Text(f"{SYMBOLS[answer]} {before}{answer}", style=f"{style} {COLOURS[answer]}".strip())
 
 
-def _arms_table(result: Result) -> Table:
-    """Medians over replicates of every metric, one row per arm and setting."""
+def _arms_tables(result: Result, setting: str) -> list[Table]:
+    """Medians over replicates in one setting: a table of the arms, and one for each of its races."""
     from rich.table import Table
     from rich.text import Text
 
-    from assay.bench.wording import number
+    from assay.bench.wording import arm_label, number
 
     run, frame = result.run, result.trials
-    metrics = [m for m in run.claim.metrics if m.name in frame]
-    table = Table(title="Medians over replicates", title_justify="left", header_style="bold", box=None, pad_edge=False)
-    table.add_column("setting")
-    table.add_column("arm")
-    for m in metrics:
-        arrow = {"lower": " ↓", "higher": " ↑", None: ""}[m.better]
-        table.add_column(Text(f"{m.label}{f' ({m.unit})' if m.unit else ''}{arrow}"), justify="right")
-    for setting in run.settings:
-        for arm in run.arms:
-            rows = frame[(frame["setting"] == setting) & (frame["arm"] == arm)] if len(frame) else frame
-            if len(rows):
-                table.add_row(setting, arm, *(number(float(rows[m.name].median())) for m in metrics))
-    return table
+    frame = frame[frame["setting"] == setting] if len(frame) else frame
+    groups: dict[str | None, list[tuple[str, Any]]] = {}
+    for arm in run.arms:
+        rows = frame[frame["arm"] == arm] if len(frame) else frame
+        if len(rows):
+            groups.setdefault(run.claim.arm(arm).race, []).append((arm, rows))
+    tables = []
+    for race, arms in groups.items():
+        names = [
+            m.name for m in run.claim.metrics if m.name in frame and any(rows[m.name].notna().any() for _, rows in arms)
+        ]
+        table = Table(
+            title=Text(f"{setting}{f', race {race!r}' if race else ''}: medians over replicates", "dim"),
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+            header_style="dim",
+        )
+        table.add_column("arm", no_wrap=True)
+        for name in names:
+            m = run.claim.metric(name)
+            arrow = {"lower": " ↓", "higher": " ↑", None: ""}[m.better]
+            table.add_column(Text(f"{name}{arrow}"), justify="right", no_wrap=len(names) < 8)
+        labelled = len(names) < 8  # more columns leave no room
+        if labelled:
+            table.add_column("", no_wrap=True, overflow="ellipsis")
+        for arm, rows in arms:
+            label = arm_label(run.claim, arm)
+            cells = [number(float(rows[name].median())) for name in names]
+            table.add_row(arm, *cells, *([Text(label if label != arm else "", "dim")] if labelled else []))
+        tables.append(table)
+    return tables
 
 
 def _print_runs(found: Sequence[Result]) -> None:

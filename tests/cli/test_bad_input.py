@@ -111,7 +111,7 @@ def test_target_constant_or_text(capsys, home):
     constant = table(home, price=1.0)
     refused(capsys, "run", "rqr", "--data", constant, "--target", "price", says=["price", "constant"])
     text = table(home, price="cheap")
-    refused(capsys, "run", "rqr", "--data", text, "--target", "price", says=["price", "text"])
+    refused(capsys, "run", "rqr", "--data", text, "--target", "price", says=["price", "must hold numbers", "cheap"])
     nothing_written(home)
 
 
@@ -147,7 +147,14 @@ def tiny_model(folder, **changes):
 
     sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     LlamaConfig(**sizes, **changes).save_pretrained(folder)
+    weights(folder)
     return folder
+
+
+def weights(folder):
+    from safetensors.numpy import save_file
+
+    save_file({"nothing": np.zeros(1)}, folder / "model.safetensors")
 
 
 def test_model_without_config_or_tokenizer(capsys, home):
@@ -161,6 +168,7 @@ def test_model_without_config_or_tokenizer(capsys, home):
 def test_model_whose_attention_no_cache_can_quantise(capsys, home):
     (home / "m").mkdir()
     (home / "m" / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
+    weights(home / "m")
     refused(capsys, "run", "kivi", "--model", str(home / "m"), says=["mamba"])
     nothing_written(home)
 

@@ -164,7 +164,9 @@ def read_frame(data: Any) -> pd.DataFrame:
             f"data must be a path to a CSV or parquet file, or a pandas DataFrame; got {type(data).__name__}"
         )
     if frame.shape[1] == 0 or len(frame) == 0:
-        raise InputError(f"data has {len(frame)} rows and {frame.shape[1]} columns: there is nothing to learn from")
+        what = f" {str(data)!r}" if isinstance(data, str | Path) else ""
+        size = f"{len(frame)} rows and {frame.shape[1]} columns"
+        raise InputError(f"data{what} has {size}: there is nothing to learn from")
     frame = frame.rename(columns=str)
     twice = sorted(set(frame.columns[frame.columns.duplicated()]))
     if twice:

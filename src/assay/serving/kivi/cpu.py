@@ -44,12 +44,12 @@ def key_logits(bits: int, rows: int, dim: int) -> Kernel:
     def loop(
         q: Any, codes: Any, scale: Any, zero: Any, out: Any, first: int, last: int
     ) -> None:  # pragma: no cover (compiled)
-        queries, groups = q.shape[1], scale.shape[1]
+        queries = q.shape[1]
         scaled = np.empty((queries, dim), np.float32)
         plain = np.empty((planes, dim), np.float32)
         offset = np.empty(queries, np.float32)
-        for b in range(first, last):
-            for g in range(groups):
+        for b in range(q.shape[0]):
+            for g in range(first, last):
                 for m in range(queries):
                     total = np.float32(0)
                     for d in range(dim):
@@ -80,14 +80,14 @@ def value_mix(bits: int, width: int, groups: int) -> Kernel:
     def loop(
         p: Any, codes: Any, scale: Any, zero: Any, out: Any, first: int, last: int
     ) -> None:  # pragma: no cover (compiled)
-        queries, tokens = p.shape[1], scale.shape[1]
+        queries = p.shape[1]
         # Eight tokens at a time: the sums are read and written once for all of them.
         plain = np.zeros((8, dim), np.float32)
         weight = np.zeros((groups, 8), np.float32)
         total = np.zeros(dim, np.float32)
-        for b in range(first, last):
-            for start in range(0, tokens, 8):
-                count = min(8, tokens - start)
+        for b in range(p.shape[0]):
+            for start in range(first, last, 8):
+                count = min(8, last - start)
                 for i in range(count):
                     for k in range(planes):
                         for j in range(width):
@@ -127,29 +127,42 @@ def logits(q: Tensor, store: PackedStore) -> Tensor:
     """``q K'^T``: float32 ``[batch, kv_heads, rows, head_dim]`` to ``[batch, kv_heads, rows, store.length]``."""
     codes, scale, zero = store.part(0, store.length)
     out = q.new_empty((*q.shape[:3], store.length))
-    _run(key_logits(store.bits, codes.shape[3], codes.shape[4]), q, store, scale, zero, out)
+    kernel = key_logits(store.bits, codes.shape[3], codes.shape[4])
+    parts = _parts(store, scale.shape[2])
+    _run(kernel, _arrays(q, store, scale, zero), [_array(out)] * len(parts), parts)
     return out
 
 
 def mix(weights: Tensor, store: PackedStore) -> Tensor:
     """``weights V'``: float32 ``[batch, kv_heads, rows, store.length]`` to ``[batch, kv_heads, rows, head_dim]``."""
     codes, scale, zero = store.part(0, store.length)
-    out = (weights @ zero.float()).repeat_interleave(store.group_size, -1)
-    _run(value_mix(store.bits, codes.shape[3], scale.shape[3]), weights, store, scale, zero, out)
-    return out
+    parts = _parts(store, store.length)
+    kernel = value_mix(store.bits, codes.shape[3], scale.shape[3])
+    # A sum for each thread, over its share of the tokens.
+    sums = weights.new_zeros((len(parts), *weights.shape[:3], codes.shape[3] * 8 // store.bits))
+    _run(kernel, _arrays(weights, store, scale, zero), [_array(s) for s in sums], parts)
+    return sums.sum(0).add_((weights @ zero.float()).repeat_interleave(store.group_size, -1))
 
 
-def _run(kernel: Kernel, small: Tensor, store: PackedStore, scale: Tensor, zero: Tensor, out: Tensor) -> None:
-    """Call a kernel on all heads, shared among as many threads as PyTorch uses."""
+def _parts(store: PackedStore, rows: int) -> list[tuple[int, int]]:
+    """Ranges of groups or tokens, one for each thread that PyTorch may use."""
+    threads = min(torch.get_num_threads(), rows) if store.packed_bytes > PARALLEL_BYTES else 1
+    return list(pairwise(rows * i // threads for i in range(threads + 1)))
+
+
+def _array(x: Tensor) -> Any:
+    return x.contiguous().flatten(0, 1).numpy()
+
+
+def _arrays(small: Tensor, store: PackedStore, scale: Tensor, zero: Tensor) -> list[Any]:
     assert store.codes is not None
-    # The whole buffers of codes go in, since their used part would not be contiguous.
-    arrays = [t.flatten(0, 1).numpy() for t in (small.contiguous(), store.codes, scale.float().contiguous())]
-    arrays += [t.flatten(0, 1).numpy() for t in (zero.float().contiguous(), out)]
-    heads = arrays[-1].shape[0]
-    threads = min(torch.get_num_threads(), heads) if store.packed_bytes > PARALLEL_BYTES else 1
-    if threads == 1:
-        kernel(*arrays, 0, heads)
+    # The whole buffer of codes, since its used part would not be contiguous.
+    return [_array(small), _array(store.codes), _array(scale.float()), _array(zero.float())]
+
+
+def _run(kernel: Kernel, arrays: list[Any], outs: list[Any], parts: list[tuple[int, int]]) -> None:
+    if len(parts) == 1:
+        kernel(*arrays, outs[0], *parts[0])
         return
-    bounds = [heads * i // threads for i in range(threads + 1)]
-    for job in [_pool(threads).submit(kernel, *arrays, a, b) for a, b in pairwise(bounds)]:
+    for job in [_pool(len(parts)).submit(kernel, *arrays, out, *part) for out, part in zip(outs, parts)]:
         job.result()
