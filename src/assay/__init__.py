@@ -14,14 +14,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "claims", "run"]
+__all__ = ["__version__", "list_claims", "run"]
 
 if TYPE_CHECKING:
-    from assay.bench.api import claims, run
+    from assay.bench.api import list_claims, run
 
 
 def __getattr__(name: str) -> object:
-    if name in ("run", "claims"):
+    if name in ("run", "list_claims"):
         from assay.bench import api
 
         return getattr(api, name)

@@ -48,6 +48,7 @@ app = App(
     help_format="markdown",
     version=assay.__version__,
     result_action="return_value",
+    suppress_keyboard_interrupt=False,
 )
 
 
@@ -301,6 +302,7 @@ def _run_app(slugs: Sequence[str]) -> App:
         help_format="markdown",
         version_flags=[],
         result_action="return_value",
+        suppress_keyboard_interrupt=False,
     )
 
 

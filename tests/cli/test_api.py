@@ -11,7 +11,7 @@ from assay.errors import InputError
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     store = tmp_path_factory.mktemp("api") / "s.sqlite"
-    return assay.run("rqr", scale="smoke", replicates=2, store=store, jobs=1, progress=False)
+    return assay.run("rqr", scale="smoke", replicates=2, arms=["rqr_w", "qr"], store=store, jobs=1, progress=False)
 
 
 def test_the_result_has_verdict_table_trials_and_pictures(result, tmp_path):
@@ -48,7 +48,7 @@ def test_a_data_frame_is_a_workload(tmp_path):
 
 
 def test_claims_lists_them():
-    assert {"rqr", "kivi", "stein_thinning"} <= set(assay.claims())
+    assert {"rqr", "kivi", "stein_thinning"} <= set(assay.list_claims())
 
 
 def test_unknown_names_are_refused(tmp_path):

@@ -182,8 +182,8 @@ def test_text_shorter_than_the_context(capsys, home):
 # ---- the store
 
 
-def run_rqr(*more):
-    return main(["run", "rqr", "--scale", "smoke", "--quiet", "--jobs", "1", *more])
+def run_rqr(*more, arms=("rqr_w", "qr")):
+    return main(["run", "rqr", "--scale", "smoke", "--quiet", "--jobs", "1", *more, "--arms", *arms])
 
 
 def test_store_that_is_no_database(capsys, home):
@@ -233,7 +233,7 @@ def test_a_missing_peer_is_skipped_by_name_with_the_line_that_installs_it(capsys
         return version(name)
 
     monkeypatch.setattr(metadata, "version", without_mapie)
-    assert run_rqr() == 0
+    assert run_rqr(arms=("qr", "mapie")) == 0
     out = capsys.readouterr().out
     assert "pip install mapie" in out.replace("'", "")
 

@@ -1,4 +1,4 @@
-"""What Python users call: ``assay.run(...)`` and ``assay.claims()``. The command line is a thin layer over this."""
+"""What Python users call, ``assay.run(...)`` and ``assay.list_claims()``; the command line is a thin layer over it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Result:
         return f"{self.run.claim.slug}: {self.verdict.answer}\n{self.table.to_string(index=False)}"
 
 
-def claims() -> dict[str, str]:
+def list_claims() -> dict[str, str]:
     """Slug to one line of what it is, for every claim that is installed."""
     return {slug: entry.title for slug, entry in registry.entries().items()}
 
@@ -146,8 +146,8 @@ def run(
     seed
         Base of all seeds.
     executor
-        ``"local"`` (processes on this machine), ``"ray"`` (a Ray cluster on this machine), or the address of a Ray cluster
-        (``host:port``, or ``auto`` for the one that this machine belongs to).
+        ``"local"`` (processes on this machine), ``"ray"`` (a Ray cluster on this machine), or the address of a Ray
+        cluster (``host:port``, or ``auto`` for the one that this machine belongs to).
     jobs
         Worker processes of the local executor; by default one per core.
     store

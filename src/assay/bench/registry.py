@@ -30,9 +30,7 @@ def entries() -> dict[str, Entry]:
     An entry point is named by its slug and points at a :class:`Claim`. One that takes a slug of ours is ignored: a
     package cannot silently replace a claim that a user believes to be assay's.
     """
-    found = {
-        slug: Entry(slug, family, title, f"assay.claims.{slug}:CLAIM") for slug, (family, title) in CLAIMS.items()
-    }
+    found = {slug: Entry(slug, family, title, f"assay.claims.{slug}:CLAIM") for slug, (family, title) in CLAIMS.items()}
     for point in entry_points(group=GROUP):
         if point.name not in found:
             where = point.dist.name if point.dist is not None else point.module

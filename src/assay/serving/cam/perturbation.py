@@ -85,7 +85,8 @@ def perturbation_report(
     pandas.DataFrame
         Columns ``document``, ``variant`` ("evict" and those given), ``relative``: mean norm of the change over that of
         plain eviction, with the softmax scaled as in a real cache; ``relative_unscaled``: the same as the paper
-        counts; ``norm``: mean norm of the change over mean norm of the output; ``merge_rate``: mean probability.
+        counts; ``norm`` and ``norm_unscaled``: the mean norms themselves, over the mean norm of the output;
+        ``merge_rate``: mean probability.
 
     Raises
     ------
@@ -128,12 +129,14 @@ def perturbation_report(
             for name in ("evict", *variants):
                 real, unscaled, rate, output = sums[name].tolist()
                 scaled = real / float(plain[0]), unscaled / float(plain[1])
-                rows.append((document, name, *scaled, real / output, rate / len(out.attentions)))
+                norms = real / output, unscaled / output
+                rows.append((document, name, *scaled, *norms, rate / len(out.attentions)))
     finally:
         model.set_attn_implementation(before)
     import pandas as pd
 
-    return pd.DataFrame(rows, columns=["document", "variant", "relative", "relative_unscaled", "norm", "merge_rate"])
+    names = ["document", "variant", "relative", "relative_unscaled", "norm", "norm_unscaled", "merge_rate"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def _layer_sums(

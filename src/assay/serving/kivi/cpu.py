@@ -161,8 +161,7 @@ def _arrays(small: Tensor, store: PackedStore, scale: Tensor, zero: Tensor) -> l
 
 
 def _run(kernel: Kernel, arrays: list[Any], outs: list[Any], parts: list[tuple[int, int]]) -> None:
-    if len(parts) == 1:
-        kernel(*arrays, outs[0], *parts[0])
-        return
-    for job in [_pool(len(parts)).submit(kernel, *arrays, out, *part) for out, part in zip(outs, parts)]:
+    jobs = [_pool(len(parts)).submit(kernel, *arrays, out, *part) for out, part in zip(outs[1:], parts[1:])]
+    kernel(*arrays, outs[0], *parts[0])
+    for job in jobs:
         job.result()
