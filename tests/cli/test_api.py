@@ -102,3 +102,14 @@ def test_a_statement_needs_one_other_side():
         Statement("s", "s", "m", "a")
     with pytest.raises(ValueError, match="must be positive"):
         Statement("s", "s", "m", "a", ("b",), scale="ratio", bound=0.0)
+
+
+def test_a_million_rows_with_one_replicate_work(tmp_path):
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(rng.normal(size=(1_000_000, 3)), columns=["a", "b", "price"])
+    options = dict(data=frame, target="price", scale="smoke", replicates=1, arms=["qr"], jobs=1, progress=False)
+    result = assay.run("rqr", store=tmp_path / "s.sqlite", **options)
+    assert [t.status for t in result.run.trials] == ["ok"]
+    assert result.verdict.answer == "undecided"  # one replicate decides nothing

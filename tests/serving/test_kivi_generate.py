@@ -285,6 +285,18 @@ def test_save_in_the_middle_and_go_on(models, tmp_path):
             assert torch.equal(model(nxt, cache=cache).logits, model(nxt, cache=loaded).logits)
 
 
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_beside_sliding_windows(lossless, attention):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    types = ["sliding_attention", "full_attention"]
+    torch.manual_seed(0)
+    config = Qwen2Config(**SMALL, num_key_value_heads=2, layer_types=types, use_sliding_window=True, sliding_window=8)
+    model = Qwen2ForCausalLM(config).eval()
+    out = generate(model, prompt(), KIVICache(config, **OPTIONS), attention)
+    assert torch.equal(out, generate(model, prompt(), None, "sdpa"))
+
+
 def test_two_runs_agree_and_a_cache_can_be_reset(models):
     model, ids = models("llama-gqa"), prompt()
     cache = KIVICache(model.config, **OPTIONS)

@@ -22,7 +22,7 @@ from torch import nn
 from assay.statistics import RQRBoostingRegressor, RQRRegressor
 from assay.statistics.rqr.boosting import fit_rqr_trees
 from assay.statistics.rqr.regressor import selection_objective
-from assay.statistics.rqr.trees import TreeEnsemble, from_hist_gradient_boosting
+from assay.statistics.rqr.trees import TreeEnsemble, from_hist_gradient_boosting, mean_of
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -296,6 +296,9 @@ def test_trees_as_arrays_predict_like_scikit_learn():
     model = HistGradientBoostingRegressor(max_iter=40).fit(X, y)
     trees = from_hist_gradient_boosting(model)
     np.testing.assert_array_equal(trees(X), model.predict(X))
+    other = HistGradientBoostingRegressor(max_iter=7, max_depth=2).fit(X[:300], y[:300])
+    both = mean_of([trees, from_hist_gradient_boosting(other)])
+    np.testing.assert_allclose(both(X), (model.predict(X) + other.predict(X)) / 2, rtol=1e-12)
     back = TreeEnsemble.from_tensors("t", trees.tensors("t"))
     np.testing.assert_array_equal(back(np.asfortranarray(X[::2])), model.predict(X[::2]))
 

@@ -85,14 +85,14 @@ class Decoding:
 class CaMTask(TextTask):
     """Batches of documents ("text", "attention"), questions if there are some, and a race over decoded tokens."""
 
-    documents_each: int = 4
-    scored: int = 64
+    documents_each: int = 3
+    scored: int = 48
     attended: int = 192
     budget: int = 32
     m: int = 16
     questions: tuple[Question, ...] = ()
     held: int = 256
-    tokens: int = 32
+    tokens: int = 16
     layers: int = 4
 
     @property
@@ -161,28 +161,22 @@ class Texts(CausalText):
 
     def build(self, *, device: str, seed: int) -> CaMTask:
         """Check everything and cut the text; see :meth:`CausalText.build`."""
-        scored, prompt = self.continuation or 64, self.prompt or 32
+        scored, prompt = self.continuation or 48, self.prompt or 32
         sizes = {
             "budget": self.budget or 32,
             "m": self.m or 16,
-            "documents": self.documents or 4,
+            "documents": self.documents or 3,
             "attended": self.attended or 192,
             "held": self.held or 256,
-            "tokens": self.tokens or 32,
+            "tokens": self.tokens or 16,
             "layers": self.layers or 4,
         }
         for name, value in sizes.items():
             if value < 1:
                 raise InputError(f"--{name} must be at least 1, not {value}")
-        if sizes["budget"] < 12 or sizes["budget"] // 2 <= max(sizes["m"] // 2, 4):
-            raise InputError(
-                f"--budget must be at least 12 and more than --m {sizes['m']}, not {sizes['budget']}: it holds "
-                "sinks, a window and the targets of a merge, and half of it in one of the arms"
-            )
-        if sizes["budget"] <= sizes["m"] or sizes["held"] <= sizes["m"]:
-            raise InputError(f"--budget and --held must be more than --m {sizes['m']}")
-        if sizes["attended"] < 64:
-            raise InputError(f"--attended must be at least 64, not {sizes['attended']}")
+        for name, least in (("budget", 12), ("held", 12), ("attended", 64)):
+            if sizes[name] < least or sizes[name] <= sizes["m"]:
+                raise InputError(f"--{name} must be at least {least} and more than --m {sizes['m']}, not {sizes[name]}")
         longest = max(scored, sizes["attended"] - prompt - 1)
         base = CausalText.build(replace(self, prompt=prompt, continuation=longest), device=device, seed=seed)
         if len(base.documents) < sizes["documents"]:
@@ -538,17 +532,17 @@ CLAIM = Claim(
             8,
             {
                 "prompt": 32,
-                "continuation": 64,
+                "continuation": 48,
                 "budget": 32,
                 "m": 16,
-                "documents": 4,
+                "documents": 3,
                 "attended": 192,
                 "held": 256,
-                "tokens": 32,
+                "tokens": 16,
                 "layers": 4,
                 "dtype": "float32",
             },
-            {"decode": Race(rounds=3, warmup=1)},
+            {"decode": Race(rounds=2, warmup=1)},
         ),
         # WikiText or PG-19 as --text, zero-shot tasks as --choices, and the paper's LLaMA-7B as --model.
         "paper": Scale(

@@ -22,7 +22,6 @@ PAPER = Paper(
 )
 PAGE = 16
 TIMED = tuple(2**i for i in range(10, 16))  # tokens; settings "1k" to "32k"
-BUDGETS = (64, 128, 256)
 
 
 # --- workload ---------------------------------------------------------------------------------------------------------
@@ -63,8 +62,9 @@ class QuestTask(LongContextTask):
         keys = torch.randn(1, self.kv_heads, tokens // 256, 256, self.head_dim, **kind).add_(drift).flatten(2, 3)
         values = torch.randn(1, self.kv_heads, tokens, self.head_dim, **kind)
         query = torch.randn(1, self.heads, 1, self.head_dim, **kind)
-        there = {"device": self.device, "dtype": getattr(torch, self.dtype)}
-        return Context(*(x.to(**there) for x in (query, keys, values)), self.budget)
+        dtype = getattr(torch, self.dtype)
+        query, keys, values = (x.to(device=self.device, dtype=dtype) for x in (query, keys, values))
+        return Context(query, keys, values, self.budget)
 
 
 @dataclass(frozen=True)
@@ -285,24 +285,23 @@ EVICTION = {"h2o": "H2O", "tova": "TOVA", "streaming": "StreamingLLM"}
 
 
 def _quality_arms() -> tuple[Arm, ...]:
+    """The full cache, and at each budget Quest, its ablations and what it is compared with, where it is compared."""
     arms = [Arm("full", _both(_full), "reference", "full cache", where=QUALITY)]
-    for budget in BUDGETS:
-        arms.append(Arm(f"quest-{budget}", _both(_quest(budget)), "method", f"Quest, {budget} tokens", where=QUALITY))
-        shared = _both(_quest(budget, gqa="max"))
-        arms.append(
-            Arm(f"quest-max-{budget}", shared, "ablation", f"Quest, {budget}, one page list a group", where=QUALITY)
-        )
+    for budget, where in ((64, ("retrieval",)), (128, QUALITY), (256, QUALITY)):
+        plain, shared = _both(_quest(budget)), _both(_quest(budget, gqa="max"))
+        arms.append(Arm(f"quest-{budget}", plain, "method", f"Quest, {budget} tokens", where=where))
+        if budget < 256:
+            label = f"Quest, {budget}, one page list a group"
+            arms.append(Arm(f"quest-max-{budget}", shared, "ablation", label, where=where))
+            best = _both(_policy("oracle", budget))
+            arms.append(Arm(f"oracle-{budget}", best, "reference", f"best pages, {budget}", where=where))
+        forgets = ("text",) if budget == 256 else ("retrieval",)
         for policy, label in EVICTION.items():
             run = _both(_policy(policy, budget))
-            arms.append(Arm(f"{policy}-{budget}", run, "baseline", f"{label}, {budget}", where=QUALITY))
-        if budget < BUDGETS[-1]:
-            run = _both(_policy("oracle", budget))
-            arms.append(Arm(f"oracle-{budget}", run, "reference", f"best pages, {budget}", where=QUALITY))
-    arms.append(Arm("random-128", _both(_policy("random", 128)), "ablation", "random pages, 128", where=QUALITY))
-    loose = _both(_quest(128, force_last=False, parity="eval"))
-    arms.append(
-        Arm("quest-eval-128", loose, "ablation", "Quest, 128, pages as the authors' accuracy code", where=QUALITY)
-    )
+            arms.append(Arm(f"{policy}-{budget}", run, "baseline", f"{label}, {budget}", where=forgets))
+    chance, loose = _both(_policy("random", 128)), _both(_quest(128, force_last=False, parity="eval"))
+    arms.append(Arm("random-128", chance, "ablation", "random pages, 128", where=("retrieval",)))
+    arms.append(Arm("quest-eval-128", loose, "ablation", "Quest, 128, as the accuracy code", where=("retrieval",)))
     return tuple(arms)
 
 
@@ -508,10 +507,10 @@ print(cache.stats()["density"])                  # share of the cache that a ste
     notes=(
         "Quest saves time, not memory: it holds 1/16 more than the full cache. Caches that forget hold only what they "
         "read, and cannot bring back what turns out to matter.",
-        "The caches that forget are computed densely under a mask, for quality only; like Quest they leave the first two "
-        "layers alone, and they forget only after the prompt.",
-        "The timed Quest appends a token and refreshes its page; dense attention is timed without appending. What can be "
-        "gained is limited by the bytes: 1 / (1/16 + budget/tokens), 8 at 32k tokens with a budget of 2,048.",
+        "The caches that forget are computed densely under a mask, for quality only; like Quest they leave the first "
+        "two layers alone, and they forget only after the prompt.",
+        "The timed Quest appends a token and refreshes its page; dense attention is timed without appending. What can "
+        "be gained is limited by the bytes: 1 / (1/16 + budget/tokens), 8 at 32k tokens with a budget of 2,048.",
         "On the embedded model (30 layers, head dimension 64, 3 key-value heads) the bound is looser than the true "
         "scores: the arm 'best pages' shows what a perfect bound would find with as many pages.",
     ),

@@ -59,7 +59,8 @@ class Question:
 def passkey(tokenizer: Any, length: int, depth: float, key: str) -> Question:
     """A context of exactly ``length`` tokens with a pass key at ``depth`` (0: beginning, 1: end), and the question.
 
-    Everything is put together from tokens, so that all prompts of a length can be batched without padding.
+    Everything is put together from tokens (the filler's are those of one sentence, repeated), so that all prompts of a
+    length can be batched without padding.
 
     Raises
     ------
@@ -72,8 +73,8 @@ def passkey(tokenizer: Any, length: int, depth: float, key: str) -> Question:
     room = length - len(head) - len(needle)
     if room < 0:
         raise ValueError(f"length must be at least {length - room} tokens, not {length}")
-    once = len(_tokens(tokenizer, FILLER))
-    filler = _tokens(tokenizer, FILLER * (room // max(1, once - 1) + 2))[:room]
+    sentence = _tokens(tokenizer, FILLER)
+    filler = (sentence * (room // len(sentence) + 1))[:room]
     at = int(depth * room)
     context = [*head, *filler[:at], *needle, *filler[at:]]
     return Question(tuple(context), tuple(_tokens(tokenizer, QUESTION)), tuple(_tokens(tokenizer, key)))

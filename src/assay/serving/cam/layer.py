@@ -492,7 +492,7 @@ class EvictionLayer(DynamicLayer):
             statistic = self._statistic()
             own = statistic[:, :, slot]
             if cam.mask == "bernoulli":
-                sums = [statistic[:, :, part].sum(-1, dtype=torch.float64) for part in parts]
+                sums = [statistic[:, :, part].sum(-1) for part in parts]
                 reference = (sums[0] if len(sums) == 1 else sums[0] + sums[1]) / count
             elif cam.mask == "bernoulli_current":
                 reference = (statistic[:, :, self.n_sink :].sum(-1, dtype=torch.float64) - own) / self.n_recent
@@ -503,7 +503,7 @@ class EvictionLayer(DynamicLayer):
                 reference = torch.stack([x.amax(-1) for x in others]).amax(0)
             u = None if self.draws is None else self.draws[:, :, slot]
             merged = merging.merges(own, reference, u, cam.mask, cam.clamp)
-            share = torch.where(merged[..., None, None], share, 0)
+            share = torch.where(merged[..., None, None], share, share.new_zeros(()))
         for part in parts:
             self.values[:, :, part] += share
 

@@ -61,7 +61,8 @@ def perturbation_report(
 ) -> pd.DataFrame:
     """Expected change of the attention outputs when one token of a StreamingLLM window leaves, per document.
 
-    One forward pass without eviction gives all weights and values. For every layer, query head and victim ``i`` the
+    One forward pass without eviction gives all weights and values. For every layer (but those with a sliding window),
+    query head and victim ``i`` the
     token leaves at ``t = i + window``, when it is the oldest of the window. The outputs of the next ``steps`` queries
     change as in the formulas of this module; random masks enter with their probability.
 
@@ -120,9 +121,13 @@ def perturbation_report(
             with torch.no_grad():
                 out = model(line[None], cache=cache, output_attentions=True)
             sums: dict[str, Tensor] = {}
+            layers = 0
             for weights, layer in zip(out.attentions, cache.layers):
-                values = getattr(layer, "values")[0]  # noqa: B009  # other kinds of layers have none
-                found = _layer_sums(weights[0], values, variants, n_sink, window, list(victims), steps)
+                values = getattr(layer, "values", None)
+                if values is None or values.shape[-2] != tokens:  # a window of its own: nothing is evicted there
+                    continue
+                layers += 1
+                found = _layer_sums(weights[0], values[0], variants, n_sink, window, list(victims), steps)
                 for name, part in found.items():
                     sums[name] = sums.get(name, torch.zeros(())) + part
             plain = sums["evict"]
@@ -130,7 +135,7 @@ def perturbation_report(
                 real, unscaled, rate, output = sums[name].tolist()
                 scaled = real / float(plain[0]), unscaled / float(plain[1])
                 norms = real / output, unscaled / output
-                rows.append((document, name, *scaled, *norms, rate / len(out.attentions)))
+                rows.append((document, name, *scaled, *norms, rate / layers))
     finally:
         model.set_attn_implementation(before)
     import pandas as pd

@@ -36,7 +36,7 @@ DENSE_QUERIES = 16
 # Unpacked elements of a chunk: large enough that the calls cost little, small enough to bound the dense temporary.
 CHUNK_CPU, CHUNK_GPU = 2**20, 2**24
 # Extras of other attentions that change the result, which this one does not compute.
-UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "sliding_window")
+UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
 
 
 def register_kivi_attention() -> None:

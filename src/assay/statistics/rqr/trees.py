@@ -103,6 +103,21 @@ def from_hist_gradient_boosting(model: Any) -> TreeEnsemble:
     return _join(np.asarray(model._baseline_prediction).item(), trees)
 
 
+def mean_of(ensembles: Sequence[TreeEnsemble]) -> TreeEnsemble:
+    """One ensemble that predicts the mean of several."""
+    count = len(ensembles)
+    shifts = np.cumsum([0, *(len(e.feature) for e in ensembles)])[:-1]
+    return TreeEnsemble(
+        sum(e.start for e in ensembles) / count,
+        np.concatenate([e.roots + at for e, at in zip(ensembles, shifts)]),
+        np.concatenate([e.feature for e in ensembles]),
+        np.concatenate([e.threshold for e in ensembles]),
+        np.concatenate([e.left + at for e, at in zip(ensembles, shifts)]),
+        np.concatenate([e.right + at for e, at in zip(ensembles, shifts)]),
+        np.concatenate([e.value for e in ensembles]) / count,
+    )
+
+
 def from_decision_trees(start: float, trees: Sequence[Any], values: Sequence[Array]) -> TreeEnsemble:
     """Fitted ``DecisionTreeRegressor`` trees with their own leaf values, one for each node (used in leaves only)."""
     parts = []
