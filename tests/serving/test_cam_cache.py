@@ -6,6 +6,8 @@ import types
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig, T5Config
 
 from assay.serving.cam import CaM, EvictionCache, eviction_attention_forward
@@ -546,3 +548,46 @@ def test_bad_tensors():
         eviction_attention_forward(module, q, keys, values, None, softcap=5.0)
     with pytest.raises(ValueError, match="attention_mask must have shape"):
         eviction_attention_forward(module, q, keys, values, torch.ones(2, 4, 5, 5, dtype=torch.bool))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=st.sampled_from(list(POLICIES)),
+    mask=st.sampled_from([None, "bernoulli", "bernoulli_current", "threshold", "max", "all"]),
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    pad=st.integers(0, 5),
+    seed=st.integers(0, 1000),
+)
+def test_invariants(policy, mask, sizes, pad, seed):
+    """Whatever comes in whatever chunks: the budget, sinks and recent tokens are kept, and keys are those that came."""
+    cam = CaM(m=3, mask=mask, merge_prefill=bool(seed % 2)) if mask else None
+    cache = make(policy, merge=cam, seed=seed, **POLICIES[policy])
+    total = sum(sizes)
+    q, k, v = data(total, seed=seed)
+    pad = min(pad, sizes[0] - 1)
+    columns = torch.ones(total, total, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
+    columns[1, :, :, :pad] = False
+    out = feed(cache, q, k, v, sizes, columns)
+    assert out.isfinite().all()
+    layer = cache.layers[0]
+    assert cache.get_seq_length() == total and layer.used <= 9
+    for row, first in ((0, 0), (1, pad)):
+        for head in range(2):
+            held = layer.positions[row, head, : layer.used]
+            kept = held[held >= 0].tolist()
+            assert len(set(kept)) == len(kept) <= 8 and min(kept) >= first and max(kept) < total
+            if "scissorhands" not in policy:
+                assert len(kept) == min(8, total - first)
+            assert set(range(first, min(first + layer.n_sink, total))) <= set(kept)
+            assert set(range(max(first, total - layer.n_recent), total)) <= set(kept)
+            assert torch.equal(layer.keys[row, head, : layer.used][held >= 0], k[row, head, held[held >= 0]])
+    if layer.scores is not None:
+        assert (layer.scores[:, :, : layer.used] >= 0).all()
+
+
+def test_early_initialisation():
+    """Shapes may be told before the first token; ratios are then of the prompt all the same."""
+    cache = make(budget=0.5, n_sink=2)
+    cache.early_initialization(2, 2, D, torch.float32, torch.device("cpu"))
+    feed(cache, *data(20), [20])
+    assert cache.layers[0].budget == 10

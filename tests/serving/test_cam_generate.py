@@ -373,3 +373,54 @@ def test_perturbation_report_refuses_short_texts(models):
     report = perturbation_report(model, prompt(2, 80))
     assert set(report.variant) == {"evict", "bernoulli", "bernoulli_current", "threshold", "max", "all"}
     assert report.document.tolist() == [0] * 6 + [1] * 6
+
+
+def test_models_with_windows_in_some_layers(tmp_path):
+    """Sliding layers keep transformers' own cache and window; the others evict."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=32,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=16,
+        use_sliding_window=True,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    ids, mask = padded()
+    never_full = EvictionCache(model.config, "h2o", 60, merge=CaM())
+    expected = generate(model, ids, None, "eager", attention_mask=mask)
+    assert torch.equal(generate(model, ids, never_full, attention_mask=mask), expected)
+    cache = EvictionCache(model.config, "h2o", 12, merge=CaM(m=4))
+    assert generate(model, ids, cache, attention_mask=mask).shape == (3, 49)
+    memory = cache.memory_footprint()
+    assert memory["other"] == 3 * 2 * 15 * 32 * 2 * 4 and memory["total"] > memory["other"]
+    with pytest.raises(ValueError, match="layer 1 is a DynamicSlidingWindowLayer, which save"):
+        cache.save(tmp_path)
+    report = perturbation_report(model, prompt(1, 80))
+    assert (report.relative[report.variant != "evict"] != 1).all()
+
+
+@pytest.mark.parametrize("kind", ["llama3", "linear", "yarn"])
+def test_positions_inside_the_cache_with_scaled_frequencies(kind):
+    torch.manual_seed(0)
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    small = SMALL | {"num_hidden_layers": 1, "max_position_embeddings": 64}
+    model = LlamaForCausalLM(LlamaConfig(**small, num_key_value_heads=2, rope_parameters=rope)).eval()
+    model.set_attn_implementation("evict")
+    ids = prompt(1, 40)
+    cache = EvictionCache(model.config, budget=12, pos_shift=True)
+    with torch.no_grad():
+        for t in range(40):
+            out = model(ids[:, t : t + 1], cache=cache).logits[:, -1]
+        held = torch.cat([ids[:, :4], ids[:, 39 - 8 :]], 1)
+        torch.testing.assert_close(out, model(held).logits[:, -1], rtol=0, atol=1e-4)
+
+
+def test_positions_inside_the_cache_need_a_known_rotation():
+    from transformers import CohereConfig
+
+    with pytest.raises(ValueError, match=r"pos_shift is known to work for .* but config is of 'cohere'"):
+        EvictionCache(CohereConfig(num_hidden_layers=1), budget=8, pos_shift=True)

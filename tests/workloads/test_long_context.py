@@ -77,7 +77,7 @@ def test_passkeys_are_drawn_in_order():
 def test_bad_passkeys():
     with pytest.raises(ValueError, match="depth must lie in"):
         passkey(Letters(), 500, 1.5, "1")
-    with pytest.raises(ValueError, match="length must be at least 151 tokens, not 100"):
+    with pytest.raises(ValueError, match="length must be at least 148 tokens, not 100"):
         passkey(Letters(), 100, 0.5, "1")
 
 
@@ -151,7 +151,7 @@ def test_bad_options(model_folder, tmp_path):
         build(model="random", qa="x.jsonl")
     with pytest.raises(InputError, match=r"--qa 'no\.jsonl' is no file"):
         build(model=str(model_folder), qa="no.jsonl")
-    with pytest.raises(InputError, match="--haystack 1010 needs 1054 positions with its question, .* has 1024"):
+    with pytest.raises(InputError, match=r"--haystack 1010 needs 1054 positions with its question, .* has 1024"):
         build(model=str(model_folder), haystack=1010)
     with pytest.raises(InputError, match="--prompt 2000 and --continuation 5 are more than the 1024"):
         build(model=str(model_folder), prompt=2000)
@@ -161,5 +161,5 @@ def test_bad_options(model_folder, tmp_path):
     for file in model_folder.iterdir():
         (roomy / file.name).write_bytes(file.read_bytes())
     (roomy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**7}))
-    with pytest.raises(InputError, match="^Python's reference as one text is too short"):
+    with pytest.raises(InputError, match=r"^Python's reference as one text is too short"):
         build(model=str(roomy), prompt=10**6)
