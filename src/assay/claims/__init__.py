@@ -8,6 +8,7 @@ from __future__ import annotations
 
 CLAIMS: dict[str, tuple[str, str]] = {
     # slug: (family, what it is in one line)
+    "cam": ("serving", "Bounded key-value cache that merges the values of evicted tokens into kept ones"),
     "kivi": ("serving", "Tuning-free asymmetric 2-bit quantisation of the key-value cache"),
     "rqr": ("statistics", "Prediction intervals by relaxed quantile regression, narrower on skewed noise"),
     "stein_thinning": ("statistics", "Debiased compression of biased samples with Stein kernels"),

@@ -205,7 +205,7 @@ class Texts(CausalText):
     def _check_model(self, base: TextTask) -> None:
         if base.folder is None:
             return
-        from assay.serving.cam import EvictionCache
+        from assay.serving import EvictionCache
 
         name = self.model or "the embedded model"
         try:
@@ -233,7 +233,7 @@ MASKS = {
 
 def _cache(config: Any, policy: str, mask: str | None, budget: int, m: int, seed: int) -> Any:
     """The cache of an arm: every policy and every mask with the same number of tokens."""
-    from assay.serving.cam import CaM, EvictionCache
+    from assay.serving import CaM, EvictionCache
 
     merge = CaM(m=m, mask=mask) if mask else None  # type: ignore[arg-type]
     recent = {"scissorhands": min(10, budget // 4)}.get(policy)
@@ -241,7 +241,7 @@ def _cache(config: Any, policy: str, mask: str | None, budget: int, m: int, seed
 
 
 def _evicting(model: Any) -> None:
-    from assay.serving.cam import register_eviction_attention
+    from assay.serving import register_eviction_attention
 
     register_eviction_attention()
     model.set_attn_implementation("evict")
@@ -292,7 +292,7 @@ def _attends(mask: str | None) -> Callable[[Attending, int], dict[str, float]]:
     """How far one eviction moves later attention outputs, with merges at their probability."""
 
     def run(shared: Attending, replicate: int) -> dict[str, float]:
-        from assay.serving.cam import CaM, perturbation_report
+        from assay.serving import CaM, perturbation_report
 
         variants = {mask: CaM(m=min(shared.m, 28), mask=mask)} if mask else {}  # type: ignore[arg-type]
         report = perturbation_report(shared.model, shared.ids, variants)
@@ -566,7 +566,7 @@ CLAIM = Claim(
     snippet="""\
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from assay.serving.cam import CaM, EvictionCache, register_eviction_attention
+from assay.serving import CaM, EvictionCache, register_eviction_attention
 
 config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
 model = LlamaForCausalLM(config).eval()          # or AutoModelForCausalLM.from_pretrained(...)
@@ -584,8 +584,8 @@ print(cache.memory_footprint()["ratio"])         # times smaller than a cache of
         "then changes an output o by A(o - V)/(1 - A), merging it by (A o + (a - A) V)/(1 - A), where a is the mean "
         "weight of the targets. Even a perfectly matched merge (a = A) leaves A o/(1 - A): outputs are inflated, "
         "and every merge adds to it.",
-        "Attention summed over steps favours old tokens, so the mask of the paper's text fires for about two victims "
-        "of three. A mask that fires for prominent tokens only (threshold) avoids the harm, and changes little.",
+        "Attention summed over steps favours old tokens, so the mask of the paper's text fires for most victims "
+        "(merge_rate). A mask that fires for prominent tokens only (threshold) avoids the harm, and changes little.",
         "The embedded model is small, shares a key head between three query heads, and its weights were rounded to 4 "
         "bits; the paper's models have 7 to 65 billion parameters and a key head for each query head. Repeat this "
         "with --model on one of those before calling the paper wrong.",

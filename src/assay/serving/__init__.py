@@ -10,6 +10,11 @@ from assay._lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "CacheState": "cam",
+        "CaM": "cam",
+        "EvictionCache": "cam",
+        "perturbation_report": "cam",
+        "register_eviction_attention": "cam",
         "KIVICache": "kivi",
         "KIVILayer": "kivi",
         "QuantizedTensor": "kivi",
