@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -221,19 +222,39 @@ def test_options_are_checked_and_change_the_digest():
             CLAIM.workload(**SMOKE | change).build(device="cpu", seed=0)
 
 
-def test_models_that_quest_cannot_serve_are_named(tmp_path):
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=128
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+def save_model(folder, layers):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2, vocab_size=128
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({chr(i): i for i in range(32, 127)} | {"[UNK]": 0}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+
+
+def test_models_that_quest_cannot_serve_are_named(tmp_path):
+    save_model(tmp_path, 1)
     with pytest.raises(InputError, match="has one layer"):
         CLAIM.workload(**SMOKE | {"model": str(tmp_path)}).build(device="cpu", seed=0)
+
+
+def test_own_model_text_and_questions(tmp_path):
+    save_model(tmp_path / "model", 4)
+    text, qa = tmp_path / "text.jsonl", tmp_path / "qa.jsonl"
+    text.write_text("\n".join(json.dumps({"text": c * 400}) for c in "abc"))
+    rows = [{"context": f"The key is {c}. " * 20, "question": " Which key? ", "answer": c * 2} for c in "xyz"]
+    qa.write_text("\n".join(map(json.dumps, rows)))
+    options = {"model": str(tmp_path / "model"), "text": str(text), "qa": str(qa)}
+    task = CLAIM.workload(**SMOKE | options).build(device="cpu", seed=0)
+    assert task.limit == 3 and "3 questions" in task.title
+    hidden = task.prepare("retrieval", 1)
+    assert hidden.answer.tolist() == [ord("y"), ord("y")]
+    found = CLAIM.arm("quest-64").run(hidden, 1)
+    assert found["nll"] > 0 and 0.5 < found["read"] < 0.9  # two dense layers of four
+    assert CLAIM.arm("quest-128").run(task.prepare("text", 2), 2)["nll"] > 0
 
 
 def test_importing_the_claim_is_cheap():

@@ -235,7 +235,7 @@ def _cache(config: Any, policy: str, mask: str | None, budget: int, m: int, seed
     """The cache of an arm: every policy and every mask with the same number of tokens."""
     from assay.serving import CaM, EvictionCache
 
-    merge = CaM(m=m, mask=mask) if mask else None  # type: ignore[arg-type]
+    merge = CaM(m=m, mask=mask) if mask else None
     recent = {"scissorhands": min(10, budget // 4)}.get(policy)
     return EvictionCache(config, policy, budget, n_recent=recent, merge=merge, seed=seed)
 
@@ -294,7 +294,7 @@ def _attends(mask: str | None) -> Callable[[Attending, int], dict[str, float]]:
     def run(shared: Attending, replicate: int) -> dict[str, float]:
         from assay.serving import CaM, perturbation_report
 
-        variants = {mask: CaM(m=min(shared.m, 28), mask=mask)} if mask else {}  # type: ignore[arg-type]
+        variants = {mask: CaM(m=min(shared.m, 28), mask=mask)} if mask else {}
         report = perturbation_report(shared.model, shared.ids, variants)
         found = report[report.variant == (mask or "evict")].mean(numeric_only=True)
         return {"change": found["norm"], "change_unscaled": found["norm_unscaled"], "merge_rate": found["merge_rate"]}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from assay.serving._batch import BatchOperations
 from assay.serving.cam import merge as merging
 from assay.serving.cam.merge import CaM
 from assay.serving.cam.policies import CacheState, Policy, check_rank, lowest, order, resolve, rule
@@ -22,7 +23,7 @@ BLOCK = 64  # random numbers that are made ahead, a token each
 BELOW_ONE = 1 - 2**-24
 
 
-class EvictionLayer(DynamicLayer):
+class EvictionLayer(BatchOperations, DynamicLayer):
     """The cache of one layer; :class:`EvictionCache` has the parameters and their meaning.
 
     A token lives in a *slot*. ``positions`` ``[batch, kv_heads, slots]`` tells which one, by its place in the text, and
@@ -264,27 +265,14 @@ class EvictionLayer(DynamicLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take rows ``beam_idx`` of the batch. Random numbers stay with the place in the batch, not with the beam."""
         rows = self.rows
-        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        super().reorder_cache(beam_idx)
         self.rows = rows
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch."""
-        self._map(lambda t: t.repeat_interleave(repeats, 0))
+        """Repeat every row of the batch; every copy draws random numbers of its own."""
+        super().batch_repeat_interleave(repeats)
         if self.rows is not None:
             self.rows = torch.arange(len(self.rows), device=self.rows.device) + self.first_row
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows ``indices`` of the batch, each with its own random numbers."""
-        self._map(lambda t: t[indices.to(t.device)])
-
-    def offload(self) -> None:
-        """Move everything to the CPU."""
-        self._map(lambda t: t.to("cpu"))
-
-    def prefetch(self) -> None:
-        """Move everything back to the layer's device."""
-        if self.is_initialized:
-            self._map(lambda t: t.to(self.device))
 
     # -- what the attention function calls --------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 )
 
 from assay._state import load_state, save_state
+from assay.serving._batch import BatchOperations
 from assay.serving.kivi.quantize import PACKED_BITS, Axis, Pad, check_head_dim, check_quantizer
 from assay.serving.kivi.store import PackedStore, SimulatedStore
 from assay.serving.kivi.view import PackedView
@@ -29,7 +30,7 @@ STANDARD_TYPES = ("sliding_attention", "chunked_attention", "linear_attention", 
 ATTENTIONS = ("sdpa", "eager", "kivi", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
-class KIVILayer(DynamicLayer):
+class KIVILayer(BatchOperations, DynamicLayer):
     """The cache of one attention layer; :class:`KIVICache` has the parameters and their meaning.
 
     After ``l`` tokens the state depends on ``l`` alone, not on the chunks in which they came. With groups along tokens
@@ -222,27 +223,6 @@ class KIVILayer(DynamicLayer):
             self.value_store.map(change)
         if self.first_real is not None:
             self.first_real = change(self.first_real)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take rows ``beam_idx`` of the batch."""
-        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch."""
-        self._map(lambda t: t.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows ``indices`` of the batch."""
-        self._map(lambda t: t[indices.to(t.device)])
-
-    def offload(self) -> None:
-        """Move everything to the CPU."""
-        self._map(lambda t: t.to("cpu"))
-
-    def prefetch(self) -> None:
-        """Move everything back to the layer's device."""
-        if self.is_initialized:
-            self._map(lambda t: t.to(self.device))
 
     # -- beyond transformers ----------------------------------------------------------------------------------------
 
