@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 import json
 import re
 import subprocess
@@ -92,12 +93,21 @@ def test_timed_arms(shared, name, setting):
     if "quest" in name:
         # 512 tokens, all of the last page since the length is a multiple of it, and the metadata of all pages
         assert timed.metrics["read"] == (512 + tokens / 16) / tokens
-        layer = dict(zip(timed.call.__code__.co_freevars, timed.call.__closure__))["layer"].cell_contents
+        step = inspect.getclosurevars(timed.call).nonlocals["step"]
+        layer = inspect.getclosurevars(step).nonlocals["layer"]
         assert layer.get_seq_length() == tokens and layer.counts()["sparse"] == 3
     elif "kivi" in name:
         assert 0.1 < timed.metrics["read"] < 0.4
     else:
         assert timed.metrics["read"] == 1
+
+
+def test_timed_arms_use_the_threads_of_the_workload(shared, monkeypatch):
+    set_to = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    timed = CLAIM.arm("attend-dense").run(dataclasses.replace(shared["1k"], threads=3), 0)
+    timed.call()
+    assert set_to == [3, torch.get_num_threads()]
 
 
 def test_timed_arms_compute_the_same(shared):
@@ -215,6 +225,7 @@ def test_options_are_checked_and_change_the_digest():
     for change, message in (
         ({"longest": 500}, "--longest must be at least 1024 tokens, not 500"),
         ({"budget": 16}, "--budget must be at least 32, not 16"),
+        ({"attention_threads": -2}, "--attention-threads must be at least 1, not -2"),
         ({"heads": -1}, "--heads must be at least 1, not -1"),
         ({"kv_heads": 3}, "--heads 4 must be a multiple of --kv-heads 3"),
     ):

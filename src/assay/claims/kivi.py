@@ -15,6 +15,7 @@ from assay.workloads.language import (
     KeysValues,
     TextTask,
     agreement,
+    attending,
     continue_with,
     forward,
     model_config,
@@ -171,8 +172,10 @@ def _predicts(make: Make) -> Callable[[Document, int], dict[str, float]]:
     """Continue the document from a cache that was compressed after the shared prefill."""
 
     def run(shared: Document, replicate: int) -> dict[str, float]:
-        cache = replay(make(shared.model.config), shared.layers)
-        return agreement(continue_with(shared.model, cache, shared.next), shared.reference, shared.targets)
+        with attending(shared.model, "sdpa"):
+            cache = replay(make(shared.model.config), shared.layers)
+            logits = continue_with(shared.model, cache, shared.next)
+        return agreement(logits, shared.reference, shared.targets)
 
     return run
 

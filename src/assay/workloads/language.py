@@ -7,12 +7,13 @@ kept in the user's cache folder). The embedded texts are the 79 articles of Pyth
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd
@@ -102,21 +103,19 @@ def _convert(gguf: Path, folder: Path) -> None:
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
-class _quiet:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
     """No progress bars and no advice from transformers while it loads."""
+    from transformers.utils import logging
 
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self.level, self.bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        from transformers.utils import logging
-
-        logging.set_verbosity(self.level)
-        if self.bars:
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
             logging.enable_progress_bar()
 
 
@@ -367,6 +366,17 @@ def forward(model: Any, ids: torch.Tensor, cache: Any = None, **kwargs: Any) -> 
         return model(input_ids=ids, use_cache=True, **{name: cache}, **kwargs)
 
 
+@contextlib.contextmanager
+def attending(model: Any, attention: str) -> Iterator[None]:
+    """Let a model use an attention implementation for a while: models are shared between arms, and between claims."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(attention)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
 def prefill(model: Any, ids: torch.Tensor) -> KeysValues:
     """Exact keys and values of every layer for a prompt ``[batch, tokens]``."""
     from transformers import DynamicCache
@@ -394,18 +404,9 @@ def continue_with(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
 def agreement(logits: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
     """How far predictions are from the text and from a reference model's.
 
-    Parameters
-    ----------
-    logits, reference
-        ``[tokens, vocabulary]``, float32.
-    targets
-        ``[tokens]``, the tokens that do come next.
-
-    Returns
-    -------
-    dict
-        ``nll``: mean negative log-likelihood in nat per token; ``ppl``: its exponential; ``kl``: mean
-        ``KL(reference || logits)`` in nat; ``top1``: share of positions whose most likely token is the reference's.
+    ``logits`` and ``reference`` are float32 ``[tokens, vocabulary]``, ``targets`` the tokens ``[tokens]`` that do come
+    next. Gives ``nll``, the mean negative log-likelihood in nat per token, and ``ppl``, its exponential; ``kl``, the
+    mean ``KL(reference || logits)`` in nat; ``top1``, the share of positions with the same most likely token.
     """
     import torch
 
@@ -485,6 +486,7 @@ class TextTask:
         from transformers import DynamicCache
 
         ids = torch.tensor(self.documents[replicate], device=self.device)[None]
+        layers = None
         if self.folder is None:
             model = random_model(self.dtype, self.device)
             layers = synthetic_keys_values(
@@ -492,9 +494,10 @@ class TextTask:
             )
         else:
             model = load_model(self.folder, self.dtype, self.device)
-            layers = prefill(model, ids[:, : self.prompt])
         following = ids[:, self.prompt : self.prompt + self.continuation]
-        reference = continue_with(model, replay(DynamicCache(config=model.config), layers), following)
+        with attending(model, "sdpa"):
+            layers = layers or prefill(model, ids[:, : self.prompt])
+            reference = continue_with(model, replay(DynamicCache(config=model.config), layers), following)
         targets = ids[0, self.prompt + 1 : self.prompt + self.continuation + 1]
         return Document(model, layers, following, targets, reference)
 
