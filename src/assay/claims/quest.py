@@ -97,7 +97,7 @@ class LongTexts(LongContext):
             raise InputError(f"--heads {sizes['heads']} must be a multiple of --kv-heads {sizes['kv_heads']}")
         base = super().build(device=device, seed=seed)
         if base.folder is not None:
-            from assay.serving.quest import QuestCache
+            from assay.serving import QuestCache
 
             name = self.model or "the embedded model"
             config = model_config(base.folder, name)
@@ -132,7 +132,7 @@ def _full(config: Any) -> tuple[Any, str]:
 
 def _quest(budget: int, **options: Any) -> Make:
     def make(config: Any) -> tuple[Any, str]:
-        from assay.serving.quest import QuestCache, register_quest_attention
+        from assay.serving import QuestCache, register_quest_attention
 
         register_quest_attention()
         return QuestCache(config, token_budget=budget, dense_layers=_dense_layers(config), **options), "quest"
@@ -392,7 +392,6 @@ CLAIM = Claim(
             method="quest-256",
             baselines=("h2o-256", "tova-256", "streaming-256"),
             where=("text",),
-            decides=False,
             reported=Reported(
                 "H2O and TOVA lie above Quest in perplexity at a budget of 4,096 tokens",
                 "LongChat-7b-v1.5-32k on PG19, up to 32k tokens",
@@ -517,7 +516,7 @@ CLAIM = Claim(
     snippet="""\
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from assay.serving.quest import QuestCache, register_quest_attention
+from assay.serving import QuestCache, register_quest_attention
 
 config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, vocab_size=99)
 model = LlamaForCausalLM(config).eval()          # or AutoModelForCausalLM.from_pretrained(...)
@@ -536,8 +535,8 @@ print(cache.stats()["density"])                  # share of the cache that a ste
         "two layers alone, and they forget only after the prompt.",
         "The timed Quest appends a token and refreshes its page; dense attention is timed without appending. What can "
         "be gained is limited by the bytes: 1 / (1/16 + budget/tokens), 8 at 32k tokens with a budget of 2,048.",
-        "The text's setting is far from the paper's: 1,024 tokens, of which the newest 256 tell most of what comes next, "
-        "so that caches which forget lose little, too. --prompt takes longer ones, up to the model's positions.",
+        "The text's setting is far from the paper's: 1,024 tokens, of which the newest 256 tell most of what comes "
+        "next, so that caches which forget lose little, too. --prompt takes longer ones, up to the model's positions.",
         "On the embedded model (30 layers, head dimension 64, 3 key-value heads) the bound is looser than the true "
         "scores: the arm 'best pages' shows what a perfect bound would find with as many pages.",
     ),

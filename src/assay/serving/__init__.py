@@ -20,5 +20,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "QuantizedTensor": "kivi",
         "quantize_groups": "kivi",
         "register_kivi_attention": "kivi",
+        "QuestCache": "quest",
+        "QuestLayer": "quest",
+        "register_quest_attention": "quest",
     },
 )

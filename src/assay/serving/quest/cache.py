@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 )
 
 from assay._state import load_state, save_state
+from assay.serving._batch import BatchOperations
 from assay.serving.quest.pages import Gqa, build_metadata
 
 # Layer types of a model configuration that keep transformers' own layer class: their cache does not grow with the
@@ -25,7 +26,7 @@ from assay.serving.quest.pages import Gqa, build_metadata
 STANDARD_TYPES = ("sliding_attention", "chunked_attention", "linear_attention", "conv", "dummy")
 
 
-class QuestLayer(DynamicLayer):
+class QuestLayer(BatchOperations, DynamicLayer):
     """The cache of one attention layer; :class:`QuestCache` has the parameters and their meaning.
 
     Keys and values lie in buffers ``[batch, kv_heads, pages * page_size, head_dim]`` that grow by an eighth, metadata
@@ -191,27 +192,6 @@ class QuestLayer(DynamicLayer):
             assert self._key is not None and self._value is not None and self._meta is not None
             self._key, self._value, self._meta = change(self._key), change(self._value), change(self._meta)
             self._narrow()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take rows ``beam_idx`` of the batch."""
-        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch."""
-        self._map(lambda t: t.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows ``indices`` of the batch."""
-        self._map(lambda t: t[indices.to(t.device)])
-
-    def offload(self) -> None:
-        """Move everything to the CPU."""
-        self._map(lambda t: t.to("cpu"))
-
-    def prefetch(self) -> None:
-        """Move everything back to the layer's device."""
-        if self.is_initialized:
-            self._map(lambda t: t.to(self.device))
 
     # -- what attention asks for ------------------------------------------------------------------------------------
 
