@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import queue
 import signal
@@ -210,6 +211,7 @@ def _begin(plan: bytes, parent: int) -> None:
     """Prepare a worker process. What can fail waits for the first job, whose future can tell of it."""
     global _plan
     _plan = plan
+    logging.disable(logging.INFO)  # what libraries chat about would run through the progress bar of the driver
     loky = sys.modules["joblib.externals.loky.process_executor"]
     if hasattr(loky, "_USE_PSUTIL"):
         # Loky takes a process that grew by 300 MB for a leaking one and ends it; a loaded model is not a leak.
