@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from assay.bench import plots, wording
 from assay.bench.claim import Arm, Claim, Metric, Paper, Reported, Scale, Statement
-from assay.bench.trial import Run, RunKey
+from assay.bench.trial import Run, RunKey, error_line
 from assay.bench.verdict import Comparison, Decision, Verdict
 
 METRIC = Metric("loss", "Loss", "lower", "nat")
@@ -151,9 +151,9 @@ def test_the_command_leaves_out_what_the_scale_sets_anyway():
 
 def test_the_line_of_a_traceback_that_says_what_went_wrong():
     frames = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n    ~^^\n'
-    assert wording.error_line(frames + "ValueError: first\nsecond line") == "ValueError: first"
-    assert wording.error_line("just this") == "just this"
-    assert wording.error_line(" ") == "no message"
+    assert error_line(frames + "ValueError: first\nsecond line") == "ValueError: first"
+    assert error_line("just this") == "just this"
+    assert error_line(" ") == "no message"
 
 
 def test_machines_in_words():

@@ -21,7 +21,7 @@ import assay
 from assay.bench import plots, wording
 from assay.bench.claim import Arm, Claim, Metric, Statement
 from assay.bench.plots import plot
-from assay.bench.trial import Run, Trial, expected_arms
+from assay.bench.trial import Run, Trial, error_line, expected_arms
 from assay.bench.verdict import Answer, Decision, Verdict
 from assay.errors import InputError
 
@@ -370,7 +370,7 @@ def failures(run: Run) -> list[Failure]:
     groups: dict[tuple[str, str, str], list[Trial]] = {}
     for t in run.trials:
         if t.status == "failed":
-            groups.setdefault((t.arm, t.setting, wording.error_line(t.error)), []).append(t)
+            groups.setdefault((t.arm, t.setting, error_line(t.error)), []).append(t)
     return [
         Failure(wording.arm_label(run.claim, arm), setting, same[0].replicate, last, same[0].error, len(same) - 1)
         for (arm, setting, last), same in groups.items()

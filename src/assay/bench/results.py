@@ -19,7 +19,7 @@ from typing import Any
 
 from assay.bench import provenance, registry, wording
 from assay.bench.claim import Arm, Claim, Metric, Paper, Reported, ScaleName, Statement
-from assay.bench.trial import Run, RunKey, Trial
+from assay.bench.trial import Run, RunKey, Trial, error_line
 from assay.bench.verdict import Comparison, Decision, Verdict
 from assay.errors import InputError
 
@@ -158,7 +158,7 @@ def _from_trial(t: Trial, environments: Sequence[Mapping[str, Any]]) -> dict[str
         row["metrics"] = {name: rounded(v) for name, v in t.metrics.items()}
     else:
         # The frames name folders of one machine; one line says what went wrong.
-        row["error"] = wording.error_line(t.error)
+        row["error"] = error_line(t.error)
     row["seconds"] = rounded(t.seconds, 3)
     row["peak_mib"] = round(t.peak_rss / 2**20)
     if t.peak_device:

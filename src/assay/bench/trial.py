@@ -73,3 +73,11 @@ class Run:
 def expected_arms(arms: Sequence[Arm], setting: str) -> list[Arm]:
     """The arms that run in a setting: all whose ``where`` is empty or names it."""
     return [a for a in arms if not a.where or setting in a.where]
+
+
+def error_line(traceback: str) -> str:
+    """The line of a traceback that says what went wrong: the first after the last frame that is not indented."""
+    lines = [line for line in traceback.splitlines() if line.strip()]
+    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
+    after = [line for line in lines[frames[-1] + 1 :] if not line.startswith(" ")] if frames else lines
+    return (after or lines or ["no message"])[0].strip()

@@ -15,7 +15,7 @@ import numpy as np
 
 from assay.bench.claim import Metric, Statement
 from assay.bench.intervals import EXACT_FROM, LEAST, asymmetry, paired_interval
-from assay.bench.trial import Run, Trial
+from assay.bench.trial import Run, Trial, error_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -358,15 +358,7 @@ def _failures(bench: _Trials) -> Iterator[str]:
             failed = [t for _, t in sorted(trials.items()) if t.status != "ok"]
             if failed:
                 count = f"{len(failed)} of {len(trials)} trials of arm {arm!r} failed in setting {setting!r}"
-                yield f"{count}; the first with: {_exception(failed[0].error)}"
-
-
-def _exception(traceback: str) -> str:
-    """The line of a traceback that says what went wrong, rather than where."""
-    lines = [line for line in traceback.splitlines() if line.strip()]
-    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
-    after = [line for line in lines[frames[-1] + 1 :] if not line.startswith(" ")] if frames else lines
-    return (after or lines or ["no message"])[0].strip()
+                yield f"{count}; the first with: {error_line(failed[0].error)}"
 
 
 def _few(run: Run, decisions: list[Decision]) -> Iterator[str]:

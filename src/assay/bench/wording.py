@@ -215,14 +215,6 @@ def _option(value: Any) -> str:
     return str(value) if isinstance(value, str | int | float | PathLike) else f"<{type(value).__name__}>"
 
 
-def error_line(traceback: str) -> str:
-    """The line of a traceback that says what went wrong: the first after the last frame that is not indented."""
-    lines = [line for line in traceback.splitlines() if line.strip()]
-    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
-    after = [line for line in lines[frames[-1] + 1 :] if not line.startswith(" ")] if frames else lines
-    return (after or lines or ["no message"])[0].strip()
-
-
 def machine(environment: Mapping[str, Any]) -> str:
     """The machine of an environment in a line."""
     cores, memory = environment.get("cores"), environment.get("memory_gib")

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from assay.bench.claim import Arm, Claim, Metric, Paper, Race, Reported, Scale, Statement, Timed
 from assay.errors import InputError
-from assay.workloads.language import Document, agreement, forward, model_config, replay
+from assay.workloads.language import Document, agreement, attending, model_config, replay
 from assay.workloads.long_context import Haystack, LongContext, LongContextTask
+from assay.workloads.questions import step_by_step
 
 if TYPE_CHECKING:
     import torch
@@ -152,24 +153,13 @@ def _policy(policy: Any, budget: int) -> Make:
 # --- arms -------------------------------------------------------------------------------------------------------------
 
 
-def _decode(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Logits ``[tokens, vocabulary]`` in float32 for ``[1, tokens]``, fed one by one as decoding does."""
-    import torch
-
-    return torch.cat([forward(model, ids[:, i : i + 1], cache).logits[0].float() for i in range(ids.shape[1])])
-
-
 def _run(make: Make, shared: Haystack | Document, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
     """Decode ``ids`` after the shared prefill; logits, and what share of the cache a step read and the cache held."""
     model = shared.model
     cache, attention = make(model.config)
-    before = model.config._attn_implementation
-    try:
-        model.set_attn_implementation(attention)
+    with attending(model, attention):
         replay(cache, shared.layers)
-        logits = _decode(model, cache, ids)
-    finally:
-        model.set_attn_implementation(before)
+        logits = step_by_step(model, cache, ids)[0].float()
     return logits, _traffic(cache, cache.get_seq_length())
 
 
