@@ -37,6 +37,7 @@ EXAMPLES = """
 - `assay run rqr` : the paper's claim on built-in data
 - `assay run rqr --data prices.csv --target price` : the same claim on your table
 - `assay run rqr --help` : the options of that claim
+- `assay run kivi quest cam --model ./my-llama --text my.txt` : methods of one kind in one table
 - `assay results` : what has been measured so far
 - `assay report` : the same as web pages
 """
@@ -144,6 +145,9 @@ def _run_help(*slug: str) -> None:
 
     Every claim has options of its own, for your model and data; name it to see them: `assay run rqr --help`.
 
+    Methods that a comparison knows (`assay list`) run as that comparison, in one table: `assay run kivi quest cam`.
+    Name one alone to run its paper's claim.
+
     Trials are stored as they finish: an interrupted run resumes when it is started again, and nothing is computed
     twice. Exit code: 0 (whatever the answer), 1 if an arm failed, 2 for input that cannot be used, 130 for Ctrl-C.
 
@@ -226,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if tokens[:1] == ["run"]:
             slugs = _slugs(tokens[1:])
             if slugs:
-                return int(_run_app(slugs)(tokens[1:], exit_on_error=False, print_error=False) or 0)
+                return int(_run_app(_chosen(slugs))(tokens[1:], exit_on_error=False, print_error=False) or 0)
         app(tokens, exit_on_error=False, print_error=False)
         return 0
     except CycloptsError as error:
@@ -252,6 +256,13 @@ def _slugs(tokens: Sequence[str]) -> list[str]:
         return [registry.find(token).slug for token in leading]
     known = registry.entries()
     return [t for t in tokens if t.replace("-", "_") in known]
+
+
+def _chosen(slugs: Sequence[str]) -> list[str]:
+    """The claims that these names ask for: a comparison, where it is about all of them, else each one."""
+    found = [registry.find(slug).slug for slug in slugs]
+    comparison = registry.comparison(found)
+    return found if comparison is None else [comparison.slug]
 
 
 def _run_app(slugs: Sequence[str]) -> App:
@@ -291,7 +302,7 @@ def _run_app(slugs: Sequence[str]) -> App:
 
     def command(*slug: str, run_options: _RunOptions | None = None, **workload: Any) -> int:
         chosen = {k: v for k, v in workload.items() if v is not None}
-        return _run(slug, run_options or _RunOptions(), chosen)
+        return _run(_chosen(slug), run_options or _RunOptions(), chosen)
 
     command.__signature__ = inspect.Signature([slug, *parameters, run])  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in (slug, *parameters, run)}
@@ -338,8 +349,7 @@ def _card(claim: Claim) -> str:
         f"{claim.slug}: {claim.title}",
         f"  {claim.question}",
         "",
-        f"  Paper   {claim.paper.title}. {claim.paper.authors}. {claim.paper.venue}. {claim.paper.url}".rstrip(),
-        "",
+        *_paper(claim),
         "  Use it",
         *(f"      {line}" for line in claim.snippet.strip().splitlines()),
         "",
@@ -355,6 +365,13 @@ def _card(claim: Claim) -> str:
     lines += ["", f"  Arms      {', '.join(a.name for a in claim.arms)}"]
     lines += [f"  Devices   {', '.join(claim.devices)}", "", f"  assay run {claim.slug} --help   shows its options"]
     return "\n".join(lines)
+
+
+def _paper(claim: Claim) -> list[str]:
+    if claim.paper is None:
+        return []
+    p = claim.paper
+    return [f"  Paper   {p.title}. {p.authors}. {p.venue}. {p.url}".rstrip(), ""]
 
 
 COLOURS = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
@@ -386,6 +403,7 @@ def _print(result: Result) -> None:
         for table in _arms_tables(result, setting):
             console.print()
             console.print(table)
+    _print_curves(result, console)
     console.print()
     open_ = [
         f"{d.statement.name}, {d.setting}: {d.reason}"
@@ -473,6 +491,35 @@ def _arms_tables(result: Result, setting: str) -> list[Table]:
             table.add_row(arm, *cells, *([Text(label if label != arm else "", "dim")] if labelled else []))
         tables.append(table)
     return tables
+
+
+def _print_curves(result: Result, console: Console) -> None:
+    """Growths as tables, and the arms on the Pareto fronts."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    from assay.bench import charts
+
+    run = result.run
+    for growth in run.claim.growths:
+        head, rows = charts.growth_table(run, growth)
+        if not rows:
+            continue
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for i, name in enumerate(head):
+            table.add_column(Text(name), justify="right" if i else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print()
+        console.print(Text(growth.text, "bold"))
+        console.print(Padding(table, (0, 0, 0, 2)))
+        console.print(Padding(Text(charts.growth_note(growth), "dim"), (0, 0, 0, 2)))
+    for frontier in run.claim.frontiers:
+        sentence = charts.front_sentence(run, frontier)
+        if sentence:
+            console.print()
+            console.print(Text.assemble((f"{frontier.text}: ", "bold"), sentence))
 
 
 def _print_runs(found: Sequence[Result]) -> None:

@@ -1,10 +1,13 @@
 """Real ``generate()`` on small random models, and the report on attention outputs."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
+import small_models
 import torch
+from small_models import MODELS, MODES, SMALL, maker, padded, prompt
 from transformers import (
     DynamicCache,
     GPTNeoXConfig,
@@ -18,23 +21,7 @@ from transformers import (
 from assay.serving.cam import CaM, EvictionCache, perturbation_report, register_eviction_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 97,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,  # sharp enough that greedy decoding has no near ties
-}
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=4)),
-    "llama-gqa": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, head_dim=32)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, num_key_value_heads=1, head_dim=32)),
-    "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL)),
-}
+generate = partial(small_models.generate, attention="evict", new=24)
 POLICIES = {"streaming": {}, "h2o": {}, "scissorhands": {"n_recent": 4}, "tova": {}}
 
 
@@ -46,43 +33,7 @@ def registered():
 
 @pytest.fixture(scope="module")
 def models():
-    made = {}
-
-    def get(name):
-        if name not in made:
-            torch.manual_seed(0)
-            made[name] = MODELS[name]().eval()
-        return made[name]
-
-    return get
-
-
-def prompt(batch=2, tokens=21, seed=0):
-    return torch.randint(1, 97, (batch, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def generate(model, ids, cache=None, attention="evict", new=24, **kwargs):
-    model.set_attn_implementation(attention)
-    kwargs.setdefault("attention_mask", torch.ones_like(ids))
-    kwargs.setdefault("do_sample", False)
-    return model.generate(ids, cache=cache, max_new_tokens=new, min_new_tokens=new, **kwargs)
-
-
-def padded(batch=3, tokens=25, pads=(0, 7, 20)):
-    ids = prompt(batch, tokens)
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate(pads):
-        ids[row, :pad], mask[row, :pad] = 0, 0
-    return ids, mask
-
-
-MODES = {
-    "greedy": {},
-    "sampled": {"do_sample": True, "top_k": 20},
-    "beams": {"num_beams": 3},
-    "sampled beams": {"num_beams": 3, "do_sample": True},
-    "several": {"do_sample": True, "num_return_sequences": 2},
-}
+    return maker()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -91,7 +42,7 @@ def test_logits_of_a_cache_that_is_never_full(models, name, policy):
     """With as many heads for keys as for queries bit for bit; grouped heads are summed in another order."""
     model, (ids, mask) = models(name), padded()
     kwargs = {"return_dict_in_generate": True, "output_logits": True, "attention_mask": mask}
-    expected = generate(model, ids, None, "eager", **kwargs)
+    expected = generate(model, ids, None, attention="eager", **kwargs)
     cache = EvictionCache(model.config, policy, 60, merge=CaM())
     out = generate(model, ids, cache, **kwargs)
     assert torch.equal(out.sequences, expected.sequences)
@@ -107,7 +58,7 @@ def test_modes_of_generate(models, mode):
     """A cache that is never full gives what DynamicCache gives; a small one goes on for three times its budget."""
     model, ids = models("llama-gqa"), prompt()
     torch.manual_seed(1)
-    expected = generate(model, ids, None, "eager", **MODES[mode])
+    expected = generate(model, ids, None, attention="eager", **MODES[mode])
     torch.manual_seed(1)
     assert torch.equal(
         generate(model, ids, EvictionCache(model.config, "h2o", 60, merge=CaM()), **MODES[mode]), expected
@@ -264,9 +215,9 @@ def test_other_attention_is_refused(models):
 
 def test_other_caches_work_with_this_attention(models):
     model, (ids, mask) = models("llama"), padded()
-    expected = generate(model, ids, None, "eager", attention_mask=mask)
+    expected = generate(model, ids, None, attention="eager", attention_mask=mask)
     assert torch.equal(generate(model, ids, DynamicCache(config=model.config), attention_mask=mask), expected)
-    assert torch.equal(generate(model, ids, prefill_chunk_size=6), generate(model, ids, None, "eager"))
+    assert torch.equal(generate(model, ids, prefill_chunk_size=6), generate(model, ids, None, attention="eager"))
 
 
 def test_seeds(models):
@@ -389,7 +340,7 @@ def test_models_with_windows_in_some_layers(tmp_path):
     model = Qwen3ForCausalLM(config).eval()
     ids, mask = padded()
     never_full = EvictionCache(model.config, "h2o", 60, merge=CaM())
-    expected = generate(model, ids, None, "eager", attention_mask=mask)
+    expected = generate(model, ids, None, attention="eager", attention_mask=mask)
     assert torch.equal(generate(model, ids, never_full, attention_mask=mask), expected)
     cache = EvictionCache(model.config, "h2o", 12, merge=CaM(m=4))
     assert generate(model, ids, cache, attention_mask=mask).shape == (3, 49)

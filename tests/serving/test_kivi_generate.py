@@ -4,16 +4,9 @@ import copy
 
 import pytest
 import torch
+from small_models import MODELS, MODES, SMALL, generate, maker, prompt
 from transformers import (
     DynamicCache,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from assay.serving import KIVICache
@@ -22,24 +15,6 @@ from assay.serving.kivi.store import PackedStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ATTENTION = ["sdpa", "eager", "kivi"]
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 97,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,  # sharp enough that greedy decoding has no near ties
-}
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=4)),
-    "llama-gqa": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, head_dim=32)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, num_key_value_heads=1, head_dim=32)),
-    "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL)),
-    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SMALL, num_key_value_heads=1, head_dim=32)),
-}
 OPTIONS = {"group_size": 16, "residual_length": 16}
 
 
@@ -51,15 +26,7 @@ def registered():
 
 @pytest.fixture(scope="module")
 def models():
-    made = {}
-
-    def get(name):
-        if name not in made:
-            torch.manual_seed(0)
-            made[name] = MODELS[name]().eval()
-        return made[name]
-
-    return get
+    return maker()
 
 
 @pytest.fixture
@@ -89,26 +56,6 @@ def lossless(monkeypatch):
         lambda q, store, a, b, out: out.copy_(q @ store.dequantize(q.dtype, a, b).transpose(2, 3)),
     )
     monkeypatch.setattr(attention, "_token_mix", lambda p, store, a, b: p @ store.dequantize(p.dtype, a, b))
-
-
-def prompt(batch=2, tokens=21, seed=0):
-    return torch.randint(1, 97, (batch, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def generate(model, ids, cache=None, attention="sdpa", new=40, **kwargs):
-    model.set_attn_implementation(attention)
-    kwargs.setdefault("attention_mask", torch.ones_like(ids))
-    kwargs.setdefault("do_sample", False)
-    return model.generate(ids, cache=cache, max_new_tokens=new, min_new_tokens=new, **kwargs)
-
-
-MODES = {
-    "greedy": {},
-    "sampled": {"do_sample": True, "top_k": 20},
-    "beams": {"num_beams": 3},
-    "sampled beams": {"num_beams": 3, "do_sample": True},
-    "several": {"do_sample": True, "num_return_sequences": 2},
-}
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
@@ -251,7 +198,7 @@ def test_beams_of_a_quantised_cache(models):
 def test_low_precision_model():
     for dtype in (torch.bfloat16, torch.float16):
         torch.manual_seed(0)
-        model = MODELS["llama-gqa"]().eval().to(dtype)
+        model = MODELS["llama-gqa"](SMALL).eval().to(dtype)
         results = []
         for attention in ATTENTION:
             cache = KIVICache(model.config, **OPTIONS)

@@ -1,16 +1,15 @@
 """Real ``generate()`` on small random models: what a user does with the cache."""
 
 import copy
+from functools import partial
 
 import pytest
+import small_models
 import torch
+from small_models import MODELS, MODES, SMALL, maker, padded, prompt
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -20,29 +19,17 @@ from transformers import (
 from assay.serving.quest import QuestCache, register_quest_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": 97,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,  # sharp enough that greedy decoding has no near ties
-}
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=4)),
-    "llama-gqa": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, head_dim=32)),
-    "llama-3": lambda: LlamaForCausalLM(
-        LlamaConfig(**SMALL | {"num_attention_heads": 6, "hidden_size": 96}, num_key_value_heads=2, head_dim=16)
+DEEP = SMALL | {"num_hidden_layers": 3}
+MORE = MODELS | {
+    "llama-3": lambda small: LlamaForCausalLM(
+        LlamaConfig(**small | {"num_attention_heads": 6, "hidden_size": 96}, num_key_value_heads=2, head_dim=16)
     ),
-    "qwen3": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**SMALL | {"num_attention_heads": 8}, num_key_value_heads=1, head_dim=32)
+    "qwen3": lambda small: Qwen3ForCausalLM(
+        Qwen3Config(**small | {"num_attention_heads": 8}, num_key_value_heads=1, head_dim=32)
     ),
-    "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL)),
-    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SMALL, num_key_value_heads=1, head_dim=32)),
 }
+CHUNKED = MODES | {"chunks": {"prefill_chunk_size": 8}}
+generate = partial(small_models.generate, attention="quest", new=30)
 TIGHT = {"page_size": 4, "token_budget": 16, "dense_layers": (0,)}
 
 
@@ -54,56 +41,19 @@ def registered():
 
 @pytest.fixture(scope="module")
 def models():
-    made = {}
-
-    def get(name):
-        if name not in made:
-            torch.manual_seed(0)
-            made[name] = MODELS[name]().eval()
-        return made[name]
-
-    return get
-
-
-def prompt(batch=2, tokens=21, seed=0):
-    return torch.randint(1, 97, (batch, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def padded(batch=3, tokens=25, pads=(0, 7, 20)):
-    ids = prompt(batch, tokens)
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate(pads):
-        ids[row, :pad], mask[row, :pad] = 0, 0
-    return ids, mask
-
-
-def generate(model, ids, cache=None, attention="quest", new=30, **kwargs):
-    model.set_attn_implementation(attention)
-    kwargs.setdefault("attention_mask", torch.ones_like(ids))
-    kwargs.setdefault("do_sample", False)
-    return model.generate(ids, cache=cache, max_new_tokens=new, min_new_tokens=new, **kwargs)
-
-
-MODES = {
-    "greedy": {},
-    "sampled": {"do_sample": True, "top_k": 20},
-    "beams": {"num_beams": 3},
-    "sampled beams": {"num_beams": 3, "do_sample": True},
-    "several": {"do_sample": True, "num_return_sequences": 2},
-    "chunks": {"prefill_chunk_size": 8},
-}
+    return maker(MORE, DEEP)
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [*((n, "beams") for n in MODELS), *(("llama-gqa", m) for m in MODES if m != "beams")]
+    ("name", "mode"), [*((n, "beams") for n in MORE), *(("llama-gqa", m) for m in CHUNKED if m != "beams")]
 )
 def test_a_budget_above_the_length_equals_dynamic_cache(models, name, mode):
     model, ids = models(name), prompt()
     torch.manual_seed(1)
-    expected = generate(model, ids, None, "sdpa", **MODES[mode])
+    expected = generate(model, ids, None, attention="sdpa", **CHUNKED[mode])
     cache = QuestCache(model.config, token_budget=64)
     torch.manual_seed(1)
-    assert torch.equal(generate(model, ids, cache, **MODES[mode]), expected)
+    assert torch.equal(generate(model, ids, cache, **CHUNKED[mode]), expected)
     assert cache.get_seq_length() == ids.shape[1] + 29
     assert cache.stats()["sparse_steps"] == 0 and cache.stats()["density"] == 1
 
@@ -112,7 +62,7 @@ def test_logits_are_the_same_bits_within_the_budget(models):
     model, (ids, mask) = models("llama-gqa"), padded()
     kwargs = {"return_dict_in_generate": True, "output_logits": True, "attention_mask": mask}
     out = generate(model, ids, QuestCache(model.config, token_budget=64), **kwargs)
-    expected = generate(model, ids, None, "sdpa", **kwargs)
+    expected = generate(model, ids, None, attention="sdpa", **kwargs)
     assert torch.equal(out.sequences, expected.sequences)
     assert all(torch.equal(a, b) for a, b in zip(out.logits, expected.logits, strict=True))
 
@@ -136,7 +86,7 @@ def test_dense_layers_are_the_same_bits(models):
 
 
 @pytest.mark.parametrize("gqa", ["head", "max", "sum"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", CHUNKED)
 def test_sparse_generation_in_every_mode(models, mode, gqa):
     """Far below the length it runs, repeats by seed, and differs from dense attention."""
     model, ids = models("llama-gqa"), prompt(2, 60)
@@ -144,12 +94,12 @@ def test_sparse_generation_in_every_mode(models, mode, gqa):
     for _ in range(2):
         torch.manual_seed(1)
         cache = QuestCache(model.config, gqa=gqa, **TIGHT)
-        outs.append(generate(model, ids, cache, **MODES[mode]))
+        outs.append(generate(model, ids, cache, **CHUNKED[mode]))
     assert torch.equal(*outs)
     stats = cache.stats()
     assert stats["sparse_steps"] == stats["steps"] == 2 * 29 and stats["missed_steps"] == 0
     torch.manual_seed(1)
-    assert not torch.equal(outs[0], generate(model, ids, None, "sdpa", **MODES[mode]))
+    assert not torch.equal(outs[0], generate(model, ids, None, attention="sdpa", **CHUNKED[mode]))
 
 
 def test_left_padded_rows_select_for_themselves(models):
@@ -194,7 +144,7 @@ def test_chunked_prefill_is_dense(models, chunk):
 def test_assisted_generation(models):
     """Verification of several tokens is dense by default, and never wrong about what a token may see."""
     model, ids = models("llama-gqa"), prompt(1, 60)
-    dense = generate(model, ids, None, "sdpa")
+    dense = generate(model, ids, None, attention="sdpa")
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.layers[1].mlp.down_proj.weight += 0.3 * torch.randn(
@@ -224,28 +174,28 @@ def test_assisted_steps_are_sparse_on_request(models):
 
 def test_other_attention_warns_and_is_counted(models):
     model, ids = models("llama-gqa"), prompt(2, 60)
-    expected = generate(model, ids, None, "sdpa")
+    expected = generate(model, ids, None, attention="sdpa")
     cache = QuestCache(model.config, **TIGHT)
     with pytest.warns(UserWarning, match="saves nothing with attention implementation 'sdpa'"):
-        assert torch.equal(generate(model, ids, cache, "sdpa"), expected)
+        assert torch.equal(generate(model, ids, cache, attention="sdpa"), expected)
     assert cache.stats()["missed_steps"] == cache.stats()["steps"] == 2 * 29
 
 
 def test_quest_attention_with_another_cache_is_sdpa(models):
     model, ids = models("llama-gqa"), prompt(2, 60)
-    assert torch.equal(generate(model, ids, None, "quest"), generate(model, ids, None, "sdpa"))
+    assert torch.equal(generate(model, ids), generate(model, ids, None, attention="sdpa"))
 
 
 def test_low_precision_model():
     for dtype in (torch.bfloat16, torch.float16):
         torch.manual_seed(0)
-        model = MODELS["llama-gqa"]().eval().to(dtype)
+        model = MODELS["llama-gqa"](DEEP).eval().to(dtype)
         cache = QuestCache(model.config, **TIGHT)
         out = generate(model, prompt(2, 40), cache, new=20)
         assert out.shape == (2, 60) and cache.layers[1].keys.dtype == dtype
         assert torch.equal(
             generate(model, prompt(2, 40), QuestCache(model.config, token_budget=64), new=8),
-            generate(model, prompt(2, 40), None, "sdpa", new=8),
+            generate(model, prompt(2, 40), None, attention="sdpa", new=8),
         )
 
 

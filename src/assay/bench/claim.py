@@ -8,7 +8,9 @@ How the words fit together::
     Claim ── statements   what must be true, of which metric, against which baselines
           ├─ arms         functions (shared, replicate) -> {metric: value}
           ├─ workload     a dataclass whose fields are the user's options; .build() checks them and gives a Task
-          └─ scales       replicates and option defaults for smoke, desk and paper
+          ├─ scales       replicates and option defaults for smoke, desk and paper
+
+          └─ growths, frontiers   pictures: a metric against a size, two metrics against each other
 
     Task  ── settings     the conditions under which everything is repeated ("exponential", "401ksubs")
           └─ prepare()    what all arms of one replicate in one setting share: a split, a prefill, a trained model
@@ -138,12 +140,18 @@ class Arm:
 class Timed:
     """What a timed arm returns: the call to be measured, and metrics that are known besides the time.
 
-    ``before`` runs untimed ahead of every call (to restore a state that the call uses up).
+    ``before`` runs untimed ahead of every call (to restore a state that the call uses up). ``per`` is how many units
+    of work a call does (tokens, say): the seconds that are reported are those of one unit.
     """
 
     call: Callable[[], object]
     metrics: Mapping[str, float] = field(default_factory=dict)
     before: Callable[[], object] | None = None
+    per: int = 1
+
+    def __post_init__(self) -> None:
+        if self.per < 1:
+            raise ValueError(f"per must be at least 1, not {self.per}")
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,36 @@ class Race:
 
     rounds: int = 7
     warmup: int = 1
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A curve: how a metric of some arms grows with a size.
+
+    ``sizes`` maps settings to sizes ("32k" to 32768); settings that a run does not have are left out. For each arm an
+    exponent ``p`` of ``metric ~ c * size**p`` is fitted to the medians over replicates, from the size ``fit_from`` on
+    (fixed costs flatten what lies below).
+    """
+
+    name: str
+    text: str
+    metric: str
+    arms: tuple[str, ...]
+    sizes: Mapping[str, float]
+    size_label: str
+    fit_from: float = 0.0
+    reported: Reported | None = None
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Arms in the plane of two metrics in one setting, with the Pareto front: those that no other arm beats in both."""
+
+    name: str
+    text: str
+    x: str
+    y: str
+    setting: str
 
 
 @dataclass(frozen=True)
@@ -203,7 +241,7 @@ class Claim:
     Attributes
     ----------
     slug, title, family, paper
-        What it is called and where it comes from.
+        What it is called and where it comes from; a comparison of several methods has no paper of its own.
     question
         What a user asks ("Would 2-bit caches hurt my model?").
     statements, metrics, arms, workload, scales
@@ -218,12 +256,14 @@ class Claim:
         Where the arms can run; the first is the default unless CUDA is present and named.
     notes
         What is known about why a statement holds or does not, printed with the verdict.
+    growths, frontiers
+        Curves and planes that the report draws beside the statements.
     """
 
     slug: str
     title: str
     family: str
-    paper: Paper
+    paper: Paper | None
     question: str
     statements: tuple[Statement, ...]
     metrics: tuple[Metric, ...]
@@ -235,6 +275,8 @@ class Claim:
     example: str
     devices: tuple[str, ...] = ("cpu",)
     notes: tuple[str, ...] = ()
+    growths: tuple[Growth, ...] = ()
+    frontiers: tuple[Frontier, ...] = ()
 
     def __post_init__(self) -> None:
         arms, metrics = {a.name for a in self.arms}, {m.name for m in self.metrics}
@@ -249,6 +291,13 @@ class Claim:
             for arm in (s.method, *s.baselines):
                 if arm not in arms:
                     raise ValueError(f"statement {s.name!r} of {self.slug!r} names unknown arm {arm!r}")
+        for g in self.growths:
+            if unknown := [n for n in (*g.arms, g.metric) if n not in arms | metrics]:
+                raise ValueError(f"growth {g.name!r} of {self.slug!r} names unknown {', '.join(map(repr, unknown))}")
+        for f in self.frontiers:
+            for name in (f.x, f.y):
+                if name not in metrics or self.metric(name).better is None:
+                    raise ValueError(f"frontier {f.name!r} of {self.slug!r}: {name!r} is no metric with a direction")
 
     def metric(self, name: str) -> Metric:
         """The metric of that name."""

@@ -113,18 +113,19 @@ class Axis:
     def ticks(self) -> list[float]:
         """Three to six round numbers in the range."""
         if not self.log:
-            return _round_steps(self.low, self.high)
+            return round_steps(self.low, self.high)
         span = self.high / self.low
         if span < 3:
-            return _round_steps(self.low, self.high)
+            return round_steps(self.low, self.high)
         steps = (1, 1.5, 2, 3, 5, 7) if span < 8 else (1, 2, 5) if span < 100 else (1,)
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         found = [s * 10.0**d for d in decades for s in steps if self.low <= s * 10.0**d <= self.high]
         keep = math.ceil(len(found) / 6)
-        return found[::keep] if len(found) > 1 else _round_steps(self.low, self.high)
+        return found[::keep] if len(found) > 1 else round_steps(self.low, self.high)
 
 
-def _round_steps(low: float, high: float) -> list[float]:
+def round_steps(low: float, high: float) -> list[float]:
+    """Three to six round numbers between two."""
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough)

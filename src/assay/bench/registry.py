@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 
 from assay.bench.claim import Claim
-from assay.claims import CLAIMS
+from assay.claims import CLAIMS, COMPARISONS
 from assay.errors import InputError
 
 GROUP = "assay.claims"
@@ -16,12 +17,16 @@ GROUP = "assay.claims"
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of a claim without importing it. ``target`` is ``module:attribute``."""
+    """What is known of a claim without importing it. ``target`` is ``module:attribute``.
+
+    ``members`` are the claims of single methods that a comparison is about; none for any other claim.
+    """
 
     slug: str
     family: str
     title: str
     target: str
+    members: tuple[str, ...] = ()
 
 
 def entries() -> dict[str, Entry]:
@@ -31,6 +36,8 @@ def entries() -> dict[str, Entry]:
     package cannot silently replace a claim that a user believes to be assay's.
     """
     found = {slug: Entry(slug, family, title, f"assay.claims.{slug}:CLAIM") for slug, (family, title) in CLAIMS.items()}
+    for slug, (family, title, members) in COMPARISONS.items():
+        found[slug] = Entry(slug, family, title, f"assay.claims.{slug}:CLAIM", members)
     for point in entry_points(group=GROUP):
         if point.name not in found:
             where = point.dist.name if point.dist is not None else point.module
@@ -55,6 +62,14 @@ def find(slug: str) -> Entry:
     near = get_close_matches(wanted, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else "`assay list` shows what there is."
     raise InputError(f"SLUG {slug!r} is not a claim of assay; {hint}")
+
+
+def comparison(slugs: Sequence[str]) -> Entry | None:
+    """The comparison that two or more claims are members of, all of them; ``None`` where there is none."""
+    wanted = set(slugs)
+    if len(wanted) < 2:
+        return None
+    return next((e for e in entries().values() if e.members and wanted <= set(e.members)), None)
 
 
 def load(slug: str) -> Claim:

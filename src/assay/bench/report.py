@@ -18,7 +18,7 @@ import jinja2
 import numpy as np
 
 import assay
-from assay.bench import plots, wording
+from assay.bench import charts, plots, wording
 from assay.bench.claim import Arm, Claim, Metric, Statement
 from assay.bench.plots import plot
 from assay.bench.trial import Run, Trial, error_line, expected_arms
@@ -194,6 +194,7 @@ def to_markdown(run: Run, verdict: Verdict) -> str:
             for r in t.rows
         ]
         out += [f"### {text(t.title)}", "", wording.markdown_table(head, rows, numeric=range(2, len(head))), ""]
+    out += curves_markdown(run, "##")
     if run.skipped or c["failures"]:
         out += ["## Arms that did not run", ""]
         out += [f"- {text(wording.arm_label(claim, a))}: {text(why)}" for a, why in run.skipped.items()]
@@ -208,6 +209,21 @@ def to_markdown(run: Run, verdict: Verdict) -> str:
     for e in c["environments"]:
         out += [f"- {text(e['title'])}: " + "; ".join(f"{text(k)} {text(v)}" for k, v in e["rows"])]
     return "\n".join(out) + "\n"
+
+
+def curves_markdown(run: Run, level: str) -> list[str]:
+    """Lines with the growths as tables, and the arms on each Pareto front."""
+    out = []
+    for growth in run.claim.growths:
+        head, rows = charts.growth_table(run, growth)
+        if rows:
+            out += [f"{level} {wording.markdown_text(growth.text)}", "", charts.growth_note(growth), ""]
+            out += [wording.markdown_table(head, rows, numeric=range(1, len(head))), ""]
+    for frontier in run.claim.frontiers:
+        sentence = charts.front_sentence(run, frontier)
+        if sentence:
+            out += [f"{level} {wording.markdown_text(frontier.text)}", "", wording.markdown_text(sentence), ""]
+    return out
 
 
 def _cell_text(cell: Cell) -> str:
@@ -253,7 +269,9 @@ def _tally(answers: Sequence[Answer]) -> str:
 def _context(run: Run, verdict: Verdict, pictures: bool = True) -> dict[str, Any]:
     """Everything that a page says, with numbers already in words."""
     claim = run.claim
-    url = claim.paper.url
+    url = claim.paper.url if claim.paper is not None else ""
+    drawn = [*(charts.growth_chart(run, g) for g in claim.growths if pictures)]
+    drawn += [charts.frontier_chart(run, f) for f in claim.frontiers if pictures]
     return {
         "run": run,
         "claim": claim,
@@ -265,6 +283,7 @@ def _context(run: Run, verdict: Verdict, pictures: bool = True) -> dict[str, Any
         "statements": statement_views(run, verdict, pictures),
         "reported": [s for s in claim.statements if s.reported is not None],
         "tables": arm_tables(run),
+        "charts": [c for c in drawn if c is not None],
         "failures": failures(run),
         "command": wording.command(run),
         "facts": _facts(run),

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from assay.bench import provenance, registry, wording
-from assay.bench.claim import Arm, Claim, Metric, Paper, Reported, ScaleName, Statement
+from assay.bench.claim import Arm, Claim, Frontier, Growth, Metric, Paper, Reported, ScaleName, Statement
+from assay.bench.report import arm_tables, curves_markdown
 from assay.bench.trial import Run, RunKey, Trial, error_line
 from assay.bench.verdict import Comparison, Decision, Verdict
 from assay.errors import InputError
@@ -98,7 +99,7 @@ def to_result(run: Run, verdict: Verdict) -> dict[str, Any]:
         "title": claim.title,
         "family": claim.family,
         "question": claim.question,
-        "paper": dataclasses.asdict(claim.paper),
+        "paper": dataclasses.asdict(claim.paper) if claim.paper is not None else None,
         "answer": verdict.answer,
         "scale": run.key.scale,
         "date": days[-1] if days else datetime.now(UTC).date().isoformat(),
@@ -121,6 +122,8 @@ def to_result(run: Run, verdict: Verdict) -> dict[str, Any]:
         "warnings": list(verdict.warnings),
         "notes": list(claim.notes),
         "statements": [_plain(dataclasses.asdict(s)) for s in claim.statements],
+        "growths": [_plain(dataclasses.asdict(g)) for g in claim.growths],
+        "frontiers": [dataclasses.asdict(f) for f in claim.frontiers],
         "decisions": [_from_decision(d) for d in verdict.decisions],
         "trials": [_from_trial(t, environments) for t in trials],
     }
@@ -174,7 +177,7 @@ def restore(result: Result) -> tuple[Run, Verdict]:
         slug=result["slug"],
         title=result["title"],
         family=result["family"],
-        paper=Paper(**result["paper"]),
+        paper=Paper(**result["paper"]) if result["paper"] is not None else None,
         question=result["question"],
         statements=tuple(statements.values()),
         metrics=tuple(Metric(**m) for m in result["metrics"]),
@@ -185,6 +188,8 @@ def restore(result: Result) -> tuple[Run, Verdict]:
         snippet="",
         example="",
         notes=tuple(result["notes"]),
+        growths=tuple(_growth(g) for g in result.get("growths", ())),
+        frontiers=tuple(Frontier(**f) for f in result.get("frontiers", ())),
     )
     work, scale = result["workload"], result["scale"]
     key = RunKey(claim.slug, scale, work["digest"], result["code"], result["device"], result["seed"])
@@ -211,6 +216,11 @@ def _gone(shared: Any, replicate: int) -> Any:
 def _statement(s: Mapping[str, Any]) -> Statement:
     reported = Reported(**s["reported"]) if s["reported"] is not None else None
     return Statement(**{**s, "baselines": tuple(s["baselines"]), "where": tuple(s["where"]), "reported": reported})
+
+
+def _growth(g: Mapping[str, Any]) -> Growth:
+    reported = Reported(**g["reported"]) if g["reported"] is not None else None
+    return Growth(**{**g, "arms": tuple(g["arms"]), "reported": reported})
 
 
 def _trial(t: Mapping[str, Any], result: Result) -> Trial:
@@ -342,6 +352,7 @@ def result_markdown(result: Result) -> str:
             rows.append((d.statement.text + aside, d.setting, dash, dash, bound, answer, dash, 0))
     head = ("Statement", "Setting", "Measured effect", "95% interval", "Bound", "Answer", "Against", "n")
     out += [wording.markdown_table(head, rows, numeric=(2, 3, 4, 7)), ""]
+    out += _planes(run) + curves_markdown(run, "####")
     reported = [s for s in claim.statements if s.reported is not None]
     if reported:
         table = [(s.text, s.reported.text, s.reported.setting, s.reported.source) for s in reported if s.reported]
@@ -362,18 +373,32 @@ def result_markdown(result: Result) -> str:
     return "\n".join(out) + "\n"
 
 
+def _planes(run: Run) -> list[str]:
+    """The medians of all arms in the settings whose arms are compared in a plane of two metrics."""
+    out = []
+    for setting in dict.fromkeys(f.setting for f in run.claim.frontiers):
+        for t in arm_tables(run):
+            if t.title.split(",")[0] == setting:
+                head = ("Arm", *(f"{m.label} ({m.unit})" if m.unit else m.label for m in t.metrics))
+                rows = [(r.label, *(c.value for c in r.cells)) for r in t.rows]
+                title = wording.markdown_text(t.title)
+                out += [f"All arms, {title}: medians over the {run.claim.unit}s, measured here", ""]
+                out += [wording.markdown_table(head, rows, numeric=range(1, len(head))), ""]
+    return out
+
+
 def methods_table(results: Iterable[Result]) -> str:
     """The table of methods for the README: what there is, how to import it, and what was measured."""
     measured = {r["slug"]: r for r in results}
     lines = ["| Method | Family | What it is | Import | Measured |", "|---|---|---|---|---|"]
     for entry in _own():
-        line = import_line(registry.load(entry.slug))
+        line = f"`{import_line(registry.load(entry.slug))}`"
+        if entry.members:
+            line = f"compares {', '.join(entry.members)}"
         r = measured.get(entry.slug)
         answer = f"[{_answer(r)}](RESULTS.md#{entry.slug})" if r is not None else "not measured yet"
         what = wording.markdown_text(entry.title)
-        lines.append(
-            f"| [{entry.slug}](docs/methods/{entry.slug}.md) | {entry.family} | {what} | `{line}` | {answer} |"
-        )
+        lines.append(f"| [{entry.slug}]({card_path(entry)}) | {entry.family} | {what} | {line} | {answer} |")
     return "\n".join(lines)
 
 
@@ -392,8 +417,13 @@ def import_line(claim: Claim) -> str:
 
 
 def _own() -> list[registry.Entry]:
-    """The claims of this repository, in the order of the table of slugs."""
+    """The claims of this repository, in the order of the table of slugs; comparisons come last."""
     return [e for e in registry.entries().values() if e.target.startswith("assay.claims.")]
+
+
+def card_path(entry: registry.Entry) -> str:
+    """Where the card of a method, or the page of a comparison, lies in the repository."""
+    return f"docs/{'comparisons' if entry.members else 'methods'}/{entry.slug}.md"
 
 
 def replace_block(text: str, name: str, block: str) -> str:
@@ -426,7 +456,7 @@ def generated(root: Path) -> dict[Path, str]:
     for entry in _own():
         r = measured.get(entry.slug)
         missing = f"Not measured yet; `make results CLAIM={entry.slug}` does it."
-        blocks[root / "docs" / "methods" / f"{entry.slug}.md"] = (
+        blocks[root / card_path(entry)] = (
             "results",
             missing if r is None else result_markdown(r),
         )

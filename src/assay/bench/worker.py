@@ -203,7 +203,8 @@ class Bench:
         times = {}
         for arm in ready:
             low, high = result.quartiles(arm)
-            times[arm] = dict(zip(RACE_METRICS, (float(result.median(arm)), float(low), float(high))))
+            seconds = (float(x) / ready[arm].per for x in (result.median(arm), low, high))
+            times[arm] = dict(zip(RACE_METRICS, seconds))
         return times
 
     def _checked(self, arm: Arm, metrics: Any) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 ``CLAIMS`` is the one table of slugs. It is data, so that ``assay list`` imports no claim and no heavy library;
 packages elsewhere add claims through the entry point group ``assay.claims`` (see docs/adding-a-method.md).
+``COMPARISONS`` are claims of our own about several methods: what ``assay run`` runs when it is given only members.
 """
 
 from __future__ import annotations
@@ -13,4 +14,9 @@ CLAIMS: dict[str, tuple[str, str]] = {
     "quest": ("serving", "Query-aware page selection: decode from the part of the cache that matters"),
     "rqr": ("statistics", "Prediction intervals by relaxed quantile regression, narrower on skewed noise"),
     "stein_thinning": ("statistics", "Debiased compression of biased samples with Stein kernels"),
+}
+
+COMPARISONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    # slug: (family, what it is in one line, the methods that it compares)
+    "caches": ("serving", "Which key-value cache for my model: all of them at equal memory", ("kivi", "quest", "cam")),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from assay.workloads.language import (
     CausalText,
     TextTask,
     agreement,
+    attending,
     forward,
     load_model,
     load_tokenizer,
@@ -118,8 +120,8 @@ class CaMTask(TextTask):
         if setting == "attention":
             return Attending(model, ids[:, : self.attended], self.m)
         ids = ids[:, : self.prompt + self.scored + 1]
-        model.set_attn_implementation("sdpa")
-        reference = forward(model, ids[:, :-1]).logits[:, self.prompt :].float()
+        with attending(model, "sdpa"):
+            reference = forward(model, ids[:, :-1]).logits[:, self.prompt :].float()
         return Reading(model, ids, self.prompt, reference, self.budget, self.m, replicate)
 
     def _race(self, replicate: int) -> Decoding:
@@ -240,11 +242,11 @@ def _cache(config: Any, policy: str, mask: str | None, budget: int, m: int, seed
     return EvictionCache(config, policy, budget, n_recent=recent, merge=merge, seed=seed)
 
 
-def _evicting(model: Any) -> None:
+def _evicting(model: Any) -> AbstractContextManager[None]:
     from assay.serving import register_eviction_attention
 
     register_eviction_attention()
-    model.set_attn_implementation("evict")
+    return attending(model, "evict")
 
 
 def _full(shared: Reading | Choosing, replicate: int) -> dict[str, float]:
@@ -252,8 +254,8 @@ def _full(shared: Reading | Choosing, replicate: int) -> dict[str, float]:
     if isinstance(shared, Choosing):
         from transformers import DynamicCache
 
-        shared.model.set_attn_implementation("sdpa")
-        return _chooses(shared, DynamicCache(config=shared.model.config))
+        with attending(shared.model, "sdpa"):
+            return _chooses(shared, DynamicCache(config=shared.model.config))
     targets = shared.ids[:, shared.prompt + 1 :].flatten()
     reference = shared.reference.flatten(0, 1)
     text = shared.model.config.get_text_config(decoder=True)
@@ -268,13 +270,13 @@ def _reads(policy: str, mask: str | None = None, share: float = 1.0) -> Callable
     """Read with a bounded cache, token by token."""
 
     def run(shared: Reading | Choosing, replicate: int) -> dict[str, float]:
-        _evicting(shared.model)
         cache = _cache(shared.model.config, policy, mask, int(shared.budget * share), shared.m, shared.seed)
-        if isinstance(shared, Choosing):
-            return _chooses(shared, cache)
-        head, tail = shared.ids[:, : shared.prompt], shared.ids[:, shared.prompt : -1]
-        forward(shared.model, head, cache)
-        logits = step_by_step(shared.model, cache, tail)
+        with _evicting(shared.model):
+            if isinstance(shared, Choosing):
+                return _chooses(shared, cache)
+            head, tail = shared.ids[:, : shared.prompt], shared.ids[:, shared.prompt : -1]
+            forward(shared.model, head, cache)
+            logits = step_by_step(shared.model, cache, tail)
         targets = shared.ids[:, shared.prompt + 1 :].flatten()
         found = agreement(logits.float().flatten(0, 1), shared.reference.flatten(0, 1), targets)
         return {**found, "bytes": cache.memory_footprint()["total"] / len(shared.ids)}
@@ -312,17 +314,18 @@ def _decodes(policy: str | None, mask: str | None = None) -> Callable[[Decoding,
         held = shared.ids.shape[1] - RACE_HEAD
         if policy is None:
             filled: Any = DynamicCache(config=model.config)
-            model.set_attn_implementation("sdpa")
-            forward(model, shared.ids[:, :held], filled)
+            with attending(model, "sdpa"):
+                forward(model, shared.ids[:, :held], filled)
         else:
             filled = _cache(model.config, policy, mask, held, shared.m, replicate)
-            _evicting(model)
-            forward(model, shared.ids[:, :held], filled)
-            for t in range(held, shared.ids.shape[1]):
-                forward(model, shared.ids[:, t : t + 1], filled)
+            with _evicting(model):
+                forward(model, shared.ids[:, :held], filled)
+                for t in range(held, shared.ids.shape[1]):
+                    forward(model, shared.ids[:, t : t + 1], filled)
         token = shared.ids[:, :1]
 
         def before() -> None:
+            # The race's model is its own, and a switch outside the clock is free.
             model.set_attn_implementation("sdpa" if policy is None else "evict")
             state["cache"] = copy.deepcopy(filled)
 

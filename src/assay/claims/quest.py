@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from assay.bench.claim import Arm, Claim, Metric, Paper, Race, Reported, Scale, Statement, Timed
+from assay.bench.claim import Arm, Claim, Growth, Metric, Paper, Race, Reported, Scale, Statement, Timed
 from assay.errors import InputError
 from assay.workloads.language import Document, agreement, attending, model_config, replay
 from assay.workloads.long_context import Haystack, LongContext, LongContextTask
@@ -503,6 +503,17 @@ CLAIM = Claim(
         ),
     },
     unit="prompt",
+    growths=(
+        Growth(
+            name="attention",
+            text="Time of a step of attention against the length of the context",
+            metric="seconds",
+            arms=("attend-dense", "attend-quest", "attend-quest-head", "attend-kivi2"),
+            sizes={name: float(size) for name, size in zip(SIZES, TIMED)},
+            size_label="tokens in the cache",
+            fit_from=4096.0,  # twice the default budget: shorter contexts are dense
+        ),
+    ),
     snippet="""\
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
