@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
 import subprocess
-import sys
 from html import unescape
-from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
+import sample_runs as samples
 
 from assay.bench import report
+from assay.bench.verdict import decide
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -62,17 +61,6 @@ addEventListener("message", e => {
 """
 
 
-def _load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-samples = _load("sample_runs")
-
-
 def chromium(url, profile, *flags):
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", *flags, url]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -82,6 +70,8 @@ def chromium(url, profile, *flags):
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("pages")
     runs = [samples.cache_run(), samples.interval_run(), samples.empty_run(), samples.hostile_run()]
+    curves = samples.curves_run()
+    runs.append((curves, decide(curves)))
     report.write_report(runs, made)
     return made
 

@@ -10,74 +10,22 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_runs import SIZES, curves_run
 
 from assay.bench import charts, report, results
-from assay.bench.claim import Arm, Claim, Frontier, Growth, Metric, Reported, Scale, Statement, Timed
-from assay.bench.trial import Run, RunKey, Trial
+from assay.bench.claim import Metric, Timed
 from assay.bench.verdict import decide
-
-SIZES = {"1k": 1024.0, "2k": 2048.0, "4k": 4096.0, "8k": 8192.0}
-
-
-@dataclasses.dataclass
-class Nothing:
-    def build(self, *, device, seed):
-        raise NotImplementedError
-
-
-def nothing(shared, replicate):
-    return {}
-
-
-def make_run(power=1.0, settings=tuple(SIZES), closeness=None):
-    """Three arms; "fast" is flat up to 2k, then grows as the square root; "close" has no error at all."""
-    growth = Growth(
-        "time", "Time against length", "seconds", ("plain", "fast"), SIZES, "tokens", 2048.0,
-        Reported("exponent 1", "on paper", "section 9"),
-    )  # fmt: skip
-    claim = Claim(
-        slug="curves",
-        title="Curves",
-        family="serving",
-        paper=None,
-        question="How does it grow?",
-        statements=(Statement("faster", "It is faster", "seconds", "fast", ("plain",), scale="ratio"),),
-        metrics=(
-            Metric("seconds", "time", "lower", "s"),
-            Metric("error", "error", "lower"),
-            Metric("n", "count", None),
-        ),
-        arms=tuple(Arm(a, nothing, r) for a, r in (("plain", "baseline"), ("fast", "method"), ("close", "reference"))),
-        workload=Nothing,
-        scales={"desk": Scale(3)},
-        unit="seed",
-        snippet="from assay import run",
-        example="",
-        growths=(growth,),
-        frontiers=(Frontier("plane", "Time against error", "seconds", "error", settings[-1]),),
-    )
-    errors = closeness or {"plain": 0.02, "fast": 0.5, "close": 0.0}
-    trials = []
-    for setting in settings:
-        size = SIZES[setting]
-        times = {"plain": 1e-6 * size**power, "fast": 2e-5 * max(size, 2048.0) ** 0.5, "close": 1e-3 * size}
-        for arm, seconds in times.items():
-            for r, noise in enumerate((0.5, 1.0, 1.7)):  # the median replicate has no noise
-                metrics = {"seconds": seconds * noise, "error": errors[arm]}
-                trials.append(Trial(setting, r, arm, "ok", metrics, finished="2026-12-01", environment={"cpu": "one"}))
-    key = RunKey("curves", "desk", "data", "code", "cpu", 0)
-    return Run(claim, key, "numbers", tuple(settings), 3, ("plain", "fast", "close"), tuple(trials))
 
 
 def test_exponents_are_those_of_the_medians_from_the_size_that_is_asked_for():
-    plain, fast = charts.growth_series(make_run(1.3), make_run().claim.growths[0])
+    plain, fast = charts.growth_series(curves_run(1.3), curves_run().claim.growths[0])
     assert plain.exponent[0] == pytest.approx(1.3) and fast.exponent[0] == pytest.approx(0.5)
     assert [s for s, _ in fast.points] == sorted(SIZES.values())
     assert fast.points[0][1] == fast.points[1][1], "what lies below the first fitted size is shown all the same"
 
 
 def test_too_few_sizes_have_no_exponent_and_missing_arms_no_curve():
-    run = make_run(settings=("1k", "2k", "4k"))
+    run = curves_run(settings=("1k", "2k", "4k"))
     head, rows = charts.growth_table(run, run.claim.growths[0])
     assert head == ["time (s)", "1k", "2k", "4k", "Exponent", "95% interval"]
     assert [row[-2:] for row in rows] == [["–", "–"]] * 2
@@ -98,7 +46,7 @@ def test_the_front_is_what_nothing_dominates(points):
 
 
 def test_a_metric_where_more_is_better_turns_the_front_round():
-    run = make_run()
+    run = curves_run()
     claim = dataclasses.replace(
         run.claim,
         metrics=(run.claim.metrics[0], Metric("error", "score", "higher"), run.claim.metrics[2]),
@@ -110,7 +58,7 @@ def test_a_metric_where_more_is_better_turns_the_front_round():
 
 
 def test_the_sentence_goes_from_cheap_to_dear():
-    run = make_run()
+    run = curves_run()
     found = charts.front_sentence(run, run.claim.frontiers[0])
     assert found == "On the Pareto front of seconds and error: fast, plain, close."
 
@@ -121,7 +69,7 @@ def svg(page):
 
 
 def test_the_page_draws_both_within_the_picture(tmp_path):
-    run = make_run()
+    run = curves_run()
     report.write_report([(run, decide(run))], tmp_path)
     page = (tmp_path / "curves.html").read_text()
     pictures = svg(page)
@@ -144,7 +92,7 @@ def test_the_page_draws_both_within_the_picture(tmp_path):
 
 
 def test_the_longer_curve_rises_to_the_right_and_the_front_falls():
-    run = make_run()
+    run = curves_run()
     growth = charts.growth_chart(run, run.claim.growths[0])
     assert all(x1 < x2 and y1 >= y2 for x1, y1, x2, y2, _ in growth.lines)
     front = charts.frontier_chart(run, run.claim.frontiers[0])
@@ -153,7 +101,7 @@ def test_the_longer_curve_rises_to_the_right_and_the_front_falls():
 
 def test_letters_do_not_cover_each_other():
     same = {"plain": 0.3, "fast": 0.3, "close": 0.3}
-    run = make_run(closeness=same)
+    run = curves_run(closeness=same)
     trials = tuple(dataclasses.replace(t, metrics={"seconds": 1.0, "error": 0.3}) for t in run.trials)
     chart = charts.frontier_chart(dataclasses.replace(run, trials=trials), run.claim.frontiers[0])
     places = sorted(m.x for m in chart.marks)
@@ -162,16 +110,16 @@ def test_letters_do_not_cover_each_other():
 
 
 def test_what_is_not_finite_is_left_out():
-    run = make_run()
+    run = curves_run()
     trials = [dataclasses.replace(t, metrics={"seconds": math.nan, "error": math.inf}) for t in run.trials]
     assert charts.frontier_points(dataclasses.replace(run, trials=tuple(trials)), run.claim.frontiers[0]) == []
 
 
 def test_curves_survive_the_way_through_results():
-    run = make_run()
+    run = curves_run()
     text = results.dump(results.to_result(run, decide(run)))
     restored, verdict = results.restore(json.loads(text))
-    assert restored.claim.growths == make_run().claim.growths and restored.claim.frontiers == run.claim.frontiers
+    assert restored.claim.growths == curves_run().claim.growths and restored.claim.frontiers == run.claim.frontiers
     assert restored.claim.paper is None
     written = report.to_markdown(restored, verdict)
     assert report.curves_markdown(restored, "##") == report.curves_markdown(run, "##")
@@ -181,7 +129,7 @@ def test_curves_survive_the_way_through_results():
 
 
 def test_claims_with_unknown_names_are_refused():
-    claim = make_run().claim
+    claim = curves_run().claim
     with pytest.raises(ValueError, match="growth 'time' of 'curves' names unknown 'slow'"):
         dataclasses.replace(claim, growths=(dataclasses.replace(claim.growths[0], arms=("slow",)),))
     with pytest.raises(ValueError, match="frontier 'plane' of 'curves': 'n' is no metric with a direction"):

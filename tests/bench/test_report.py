@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
-import sys
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
@@ -14,21 +12,12 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import sample_runs as samples
 
 from assay.bench import report, wording
 from assay.bench.verdict import Verdict
 from assay.errors import InputError
 
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-samples = _load("sample_runs")
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 

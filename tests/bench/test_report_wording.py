@@ -273,3 +273,12 @@ def test_no_number_is_no_picture():
     low_is_zero = a_decision(a_comparison(0.5, 0.0, 0.9, [0.5, 0.0]), statement=RATIO)
     (row,) = plots.draw([low_is_zero], a_claim(RATIO)).groups[0].rows
     assert row.effect is not None and row.low is None
+
+
+@pytest.mark.parametrize(
+    ("unit", "several"),
+    [("seed", "seeds"), ("data set", "data sets"), ("batch of documents", "batches of documents"), ("mass", "masses")],
+)
+def test_plurals_of_what_a_replicate_is(unit, several):
+    assert wording.units(unit) == wording.units(unit, 0) == several
+    assert wording.units(unit, 1) == unit

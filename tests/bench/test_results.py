@@ -11,22 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sample_runs as samples
 
 from assay.bench import api, provenance, registry, report, results
 from assay.errors import InputError
 
 ROOT = Path(__file__).parents[2]
-
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-samples = _load("sample_runs")
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ def to_markdown(run: Run, verdict: Verdict) -> str:
         out += ["## What the paper reported", "", "Not measured here.", ""]
         rows = [(s.text, s.reported.text, s.reported.setting, s.reported.source) for s in c["reported"]]
         out += [wording.markdown_table(("Statement", "Reported by the paper", "Setting", "Where"), rows), ""]
-    out += ["## All arms", "", f"Median over the {text(claim.unit)}s (mean; quartiles). All measured here.", ""]
+    out += ["## All arms", "", f"Median over the {text(wording.units(claim.unit))} (mean; quartiles). All measured here.", ""]
     for t in c["tables"]:
         head = ("Arm", "Role", "n", *(f"{m.label} ({m.unit})" if m.unit else m.label for m in t.metrics))
         rows = [
@@ -278,6 +278,7 @@ def _context(run: Run, verdict: Verdict, pictures: bool = True) -> dict[str, Any
         "verdict": verdict,
         "summary": wording.summary(verdict),
         "amount": _amount(run),
+        "units": wording.units(claim.unit),
         "dates": _dates(run.trials),
         "paper_url": url if re.match(r"https?://", url) else "",
         "statements": statement_views(run, verdict, pictures),
@@ -397,7 +398,7 @@ def failures(run: Run) -> list[Failure]:
 
 
 def _amount(run: Run) -> str:
-    unit = f"{run.replicates} {run.claim.unit}{'s' * (run.replicates != 1)}"
+    unit = f"{run.replicates} {wording.units(run.claim.unit, run.replicates)}"
     many = len(run.settings)
     return unit if many == 1 else f"{unit} in each of {many} settings"
 

@@ -359,7 +359,7 @@ def result_markdown(result: Result) -> str:
         out += ["Reported by the paper, not measured here:", ""]
         out += [wording.markdown_table(("Statement", "The paper’s number", "Its setting", "Where"), table), ""]
     many = f" in each of {len(run.settings)} settings" if len(run.settings) > 1 else ""
-    unit = f"{run.replicates} {text(claim.unit)}{'s' * (run.replicates != 1)}{many}"
+    unit = f"{run.replicates} {text(wording.units(claim.unit, run.replicates))}{many}"
     out += [f"- Measured on {text(run.title)}: {unit}, scale {result['scale']}, {result['date']}"]
     out += [f"- Command: {wording.markdown_code(result['command'])}"]
     for e in result["environments"]:
@@ -382,7 +382,7 @@ def _planes(run: Run) -> list[str]:
                 head = ("Arm", *(f"{m.label} ({m.unit})" if m.unit else m.label for m in t.metrics))
                 rows = [(r.label, *(c.value for c in r.cells)) for r in t.rows]
                 title = wording.markdown_text(t.title)
-                out += [f"All arms, {title}: medians over the {run.claim.unit}s, measured here", ""]
+                out += [f"All arms, {title}: medians over the {wording.units(run.claim.unit)}, measured here", ""]
                 out += [wording.markdown_table(head, rows, numeric=range(1, len(head))), ""]
     return out
 

@@ -113,6 +113,13 @@ def formula(statement: Statement, claim: Claim) -> str:
     return text[:1].upper() + text[1:]
 
 
+def units(unit: str, count: int = 2) -> str:
+    """The word for a replicate, as a plural unless there is one: ``seeds``, ``data sets``, ``batches of documents``."""
+    head, of, rest = unit.partition(" of ")
+    ending = "es" if head.endswith(("s", "x", "ch", "sh")) else "s"
+    return unit if count == 1 else f"{head}{ending}{of}{rest}"
+
+
 def arm_label(claim: Claim, name: str | None) -> str:
     """What an arm is called for readers; ``None`` is the constant of a statement."""
     if name is None:

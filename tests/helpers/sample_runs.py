@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from assay.bench.claim import Arm, Claim, Metric, Paper, Race, Reported, Scale, Statement
+from assay.bench.claim import Arm, Claim, Frontier, Growth, Metric, Paper, Race, Reported, Scale, Statement
 from assay.bench.trial import Run, RunKey, Trial
 from assay.bench.verdict import Verdict, decide
 
@@ -244,3 +244,46 @@ def empty_run() -> tuple[Run, Verdict]:
     claim = replace(run.claim, statements=(replace(first, where=("32,768 tokens",)), *rest))
     run = replace(run, claim=claim, trials=(), skipped={})
     return run, decide(run)
+
+
+SIZES = {"1k": 1024.0, "2k": 2048.0, "4k": 4096.0, "8k": 8192.0}
+
+
+def curves_run(power=1.0, settings=tuple(SIZES), closeness=None):
+    """Three arms; "fast" is flat up to 2k, then grows as the square root; "close" has no error at all."""
+    growth = Growth(
+        "time", "Time against length", "seconds", ("plain", "fast"), SIZES, "tokens", 2048.0,
+        Reported("exponent 1", "on paper", "section 9"),
+    )  # fmt: skip
+    claim = Claim(
+        slug="curves",
+        title="Curves",
+        family="serving",
+        paper=None,
+        question="How does it grow?",
+        statements=(Statement("faster", "It is faster", "seconds", "fast", ("plain",), scale="ratio"),),
+        metrics=(
+            Metric("seconds", "time", "lower", "s"),
+            Metric("error", "error", "lower"),
+            Metric("n", "count", None),
+        ),
+        arms=tuple(Arm(a, nothing, r) for a, r in (("plain", "baseline"), ("fast", "method"), ("close", "reference"))),
+        workload=NoOptions,
+        scales={"desk": Scale(3)},
+        unit="seed",
+        snippet="from assay import run",
+        example="",
+        growths=(growth,),
+        frontiers=(Frontier("plane", "Time against error", "seconds", "error", settings[-1]),),
+    )
+    errors = closeness or {"plain": 0.02, "fast": 0.5, "close": 0.0}
+    trials = []
+    for setting in settings:
+        size = SIZES[setting]
+        times = {"plain": 1e-6 * size**power, "fast": 2e-5 * max(size, 2048.0) ** 0.5, "close": 1e-3 * size}
+        for arm, seconds in times.items():
+            for r, noise in enumerate((0.5, 1.0, 1.7)):  # the median replicate has no noise
+                metrics = {"seconds": seconds * noise, "error": errors[arm]}
+                trials.append(Trial(setting, r, arm, "ok", metrics, finished="2026-12-01", environment={"cpu": "one"}))
+    key = RunKey("curves", "desk", "data", "code", "cpu", 0)
+    return Run(claim, key, "numbers", tuple(settings), 3, ("plain", "fast", "close"), tuple(trials))
