@@ -60,7 +60,7 @@ def test_a_metric_where_more_is_better_turns_the_front_round():
 def test_the_sentence_goes_from_cheap_to_dear():
     run = curves_run()
     found = charts.front_sentence(run, run.claim.frontiers[0])
-    assert found == "On the Pareto front of seconds and error: fast, plain, close."
+    assert found == "On the Pareto front of seconds and error: fast; plain; close."
 
 
 def svg(page):

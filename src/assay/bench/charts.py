@@ -142,7 +142,7 @@ def front_sentence(run: Run, frontier: Frontier) -> str:
         return ""
     ordered = sorted(points, key=lambda p: p.x, reverse=run.claim.metric(frontier.x).better == "higher")
     x, y = run.claim.metric(frontier.x), run.claim.metric(frontier.y)
-    return f"On the Pareto front of {x.name} and {y.name}: {', '.join(p.label for p in ordered)}."
+    return f"On the Pareto front of {x.name} and {y.name}: {'; '.join(p.label for p in ordered)}."
 
 
 # -- drawn ----------------------------------------------------------------------------------------------------------

@@ -374,16 +374,14 @@ def result_markdown(result: Result) -> str:
 
 
 def _planes(run: Run) -> list[str]:
-    """The medians of all arms in the settings whose arms are compared in a plane of two metrics."""
+    """The medians of all arms, where a claim is about where they stand among each other."""
     out = []
-    for setting in dict.fromkeys(f.setting for f in run.claim.frontiers):
-        for t in arm_tables(run):
-            if t.title.split(",")[0] == setting:
-                head = ("Arm", *(f"{m.label} ({m.unit})" if m.unit else m.label for m in t.metrics))
-                rows = [(r.label, *(c.value for c in r.cells)) for r in t.rows]
-                title = wording.markdown_text(t.title)
-                out += [f"All arms, {title}: medians over the {wording.units(run.claim.unit)}, measured here", ""]
-                out += [wording.markdown_table(head, rows, numeric=range(1, len(head))), ""]
+    for t in arm_tables(run) if run.claim.frontiers else ():
+        head = ("Arm", *(f"{m.label} ({m.unit})" if m.unit else m.label for m in t.metrics))
+        rows = [(r.label, *(c.value for c in r.cells)) for r in t.rows]
+        title = wording.markdown_text(t.title)
+        out += [f"All arms, {title}: medians over the {wording.units(run.claim.unit)}, measured here", ""]
+        out += [wording.markdown_table(head, rows, numeric=range(1, len(head))), ""]
     return out
 
 
