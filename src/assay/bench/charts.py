@@ -198,7 +198,7 @@ class _Scale:
     def __init__(self, values: Sequence[float], start: float, end: float, log: bool | None = None) -> None:
         self.least = NOTHING * max(values) if log is None else 0.0
         positive = [v for v in values if v > max(self.least, 0)]
-        many = bool(positive) and min(values) >= 0 and max(positive) > 10 * min(positive)
+        many = bool(positive) and min(values) >= -self.least and max(positive) > 10 * min(positive)
         self.log = bool(positive) and (many if log is None else log)
         self.zeros = self.log and len(positive) < len(values)
         shown = positive if self.log else list(values)
