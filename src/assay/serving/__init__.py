@@ -23,5 +23,11 @@ __getattr__, __dir__, __all__ = lazy_names(
         "QuestCache": "quest",
         "QuestLayer": "quest",
         "register_quest_attention": "quest",
+        "Router": "tandem",
+        "TandemCandidateGenerator": "tandem",
+        "TandemConfig": "tandem",
+        "TandemModel": "tandem",
+        "TandemTrainer": "tandem",
+        "fit_router": "tandem",
     },
 )
