@@ -438,7 +438,9 @@ def test_more_decisions_cost_more(seed):
 def test_the_policy_is_counted():
     model = switched("gpt2")
     everything = Decisions.full(1, 4)
-    assert model.cost(everything, 10).item() == pytest.approx(1 + model.policy.flops / flops(model.config, 10).item())
+    assert model.cost(everything, 10).item() == pytest.approx(
+        1 + model.policy.flops(10) / flops(model.config, 10).item()
+    )
 
 
 # -- saving, dtypes, errors --------------------------------------------------------------------------------------------
@@ -530,3 +532,101 @@ def test_bad_input():
         Decisions(torch.ones(2, 3), torch.ones(2, 3), cross=torch.ones(2, 4))
     with pytest.raises(ValueError, match="about 5 layers, but the model has 4"):
         flops(model.config, 4, 0, Decisions.full(1, 5))
+
+
+def test_a_copy_has_layers_of_its_own():
+    import copy
+
+    model, ids = switched("gpt2"), tokens()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.model.base_model.h.parameters():
+            p.zero_()
+    chosen = drawn(model)
+    assert not torch.allclose(model(ids, decisions=chosen).logits, other(ids, decisions=chosen).logits)
+    assert torch.equal(model(ids, decisions=chosen).logits, switched("gpt2")(ids, decisions=chosen).logits)
+    assert type(other.model.base_model.h[0]).__name__ == "GPT2Block"
+
+
+def test_the_first_layer_runs_and_is_counted_whatever_is_decided():
+    model, ids = switched("gpt2"), tokens(1)
+    off, on = torch.zeros(1, 4, dtype=torch.bool), torch.zeros(1, 4, dtype=torch.bool)
+    on[:, 0] = True
+    for mode in ("mask", "bucket"):
+        a, b = (model(ids, decisions=Decisions(x, x), mode=mode).logits for x in (off, on))
+        assert torch.equal(a, b)
+    assert model.cost(Decisions(off, off), 10) == model.cost(Decisions(on, on), 10)
+
+
+def test_padding_is_never_kept():
+    model, given = switched("llama"), arguments("llama", pad=True)
+    chosen = drawn(model, drop_tokens=True, mask=given["attention_mask"])
+    careless = Decisions(chosen.attn, chosen.ffn, chosen.tokens | ~given["attention_mask"].bool())
+    real = given["attention_mask"].bool()
+    for mode in ("mask", "bucket"):
+        a, b = (model(**given, decisions=d, mode=mode).logits[real] for d in (chosen, careless))
+        assert torch.equal(a, b)
+
+
+def test_sliding_windows_keep_all_tokens():
+    from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    sliding = MistralForCausalLM(MistralConfig(**SMALL, **HEADS, sliding_window=4)).eval()
+    with pytest.raises(NotImplementedError, match="tokens cannot be dropped from a model with sliding windows"):
+        make_switchable(sliding)
+    model = make_switchable(sliding, SwitchableConfig(("attention", "ffn"))).eval()
+    ids = tokens()
+    chosen = drawn(model)
+    a, b = (model(ids, decisions=chosen, mode=mode).logits for mode in ("mask", "bucket"))
+    assert_close(a, b, rtol=1e-5, atol=2e-5)
+    for kind, config in (
+        (MistralForCausalLM, MistralConfig(**SMALL, **HEADS, sliding_window=None)),
+        (Qwen2ForCausalLM, Qwen2Config(**SMALL, **HEADS)),
+    ):
+        model = make_switchable(kind(config).eval()).eval()
+        chosen = drawn(model, drop_tokens=True)
+        a, b = (model(ids, decisions=chosen, mode=mode).logits for mode in ("mask", "bucket"))
+        assert_close(a, b, rtol=1e-5, atol=2e-5)
+
+
+def test_what_a_tokenizer_returns_can_be_passed_on():
+    model, given = switched("llama"), arguments("llama", pad=True)
+    chosen = drawn(model)
+    a = model.generate(**given, decisions=chosen, max_new_tokens=4, do_sample=False)
+    b = model.generate(
+        given["input_ids"], attention_mask=given["attention_mask"], decisions=chosen, max_new_tokens=4, do_sample=False
+    )
+    assert torch.equal(a, b)
+
+
+def test_the_policy_does_not_look_at_padding():
+    model, ids = switched("llama"), tokens(3)
+    with torch.no_grad():
+        model.policy.last.weight.normal_(std=4.0)
+        model.policy.last.bias.zero_()
+    mask = torch.ones_like(ids)
+    mask[:, :4] = 0
+    other = ids.clone()
+    other[:, :4] = 30
+    a, b = model.decide(ids, mask), model.decide(other, mask)
+    assert torch.equal(a.attn, b.attn) and torch.equal(a.ffn, b.ffn)
+    alone = model.decide(ids[:, 4:])
+    assert torch.equal(a.attn, alone.attn) and torch.equal(a.ffn, alone.ffn)
+
+
+def test_more_bad_input():
+    model, ids = switched("gpt2"), tokens()
+    for options, message in (
+        ({"return_dict_in_generate": True}, "return_dict_in_generate is not supported"),
+        ({"cache": object()}, "a cache cannot be given"),
+        (
+            {"decisions": drawn(model, drop_tokens=True), "cache_implementation": "static"},
+            "cache_implementation must be",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(ids, **options)
+    with pytest.raises(ValueError, match="not None"):
+        model.generate()
+    with pytest.raises(ValueError, match="input_ids hold no rows"):
+        model(ids[:0], decisions=Decisions.full(0, 4))

@@ -135,6 +135,7 @@ def test_phases_in_turn():
     assert all(torch.equal(a, b) for a, b in zip(weights, model.model.parameters())), "the model is frozen"
     assert len(log.loss) == len(log.cost) == len(log.ema) == len(log.masks) == 8
     assert all(0 <= x <= 50 for x in log.multiplier) and all(0 < c < 1.1 for c in log.cost)
+    assert log.ema[0] == pytest.approx(0.9 * log.limit + 0.1 * log.loss[0]), "it starts at the full model's loss"
     assert log.ema[1] == pytest.approx(0.9 * log.ema[0] + 0.1 * log.loss[1])
     joint = trainer.train_joint(4, batch_size=32)
     assert len(joint.loss) == 4
@@ -210,3 +211,64 @@ def test_skipping_half_the_blocks_saves_time():
                 model(ids, decisions=chosen, mode="bucket")
                 times[name].append(time.perf_counter() - start)
     assert min(times["half"]) < 0.8 * min(times["full"])
+
+
+def test_the_policy_never_sees_what_it_predicts():
+    """Decisions in training are those of the prompt alone, as when generating."""
+    model = switched(3, ("attention", "ffn", "token"))
+    with torch.no_grad():
+        model.policy.last.weight.normal_(std=3.0)
+        model.policy.last.bias.zero_()
+    batch = copies(16, torch.Generator().manual_seed(2))
+    trained = model.decide(batch["input_ids"], labels=batch["labels"])
+    prompt = model.decide(batch["input_ids"][:, :5])
+    assert torch.equal(trained.attn, prompt.attn) and torch.equal(trained.ffn, prompt.ffn)
+    assert torch.equal(trained.tokens[:, :5], prompt.tokens) and trained.tokens[:, 5:].all()
+    other = batch["input_ids"].clone()
+    other[:, 5:] = 0
+    assert torch.equal(model.decide(other, labels=batch["labels"]).attn, trained.attn)
+    model(batch["input_ids"], labels=batch["labels"])
+    assert torch.equal(model.last_decisions.attn, trained.attn)
+
+
+def test_eps_moves_the_limit():
+    limits = [
+        SwitchableTrainer(switched(2, eps=eps), copies, seed=0).train_policy(0, batch_size=16).limit
+        for eps in (0.0, 0.25)
+    ]
+    assert limits[1] - limits[0] == pytest.approx(0.25, abs=1e-6)
+
+
+def test_steps_of_the_policy_have_a_bounded_direction():
+    model = switched(2)
+    seen = []
+    trainer = SwitchableTrainer(model, copies, quality=lambda m, b, d: 1e4 * (~d.ffn[:, 1]).float(), seed=0)
+    real = torch.optim.Adam.step
+
+    def step(self, *args, **kwargs):
+        seen.append(torch.cat([p.grad.flatten() for g in self.param_groups for p in g["params"]]).norm().item())
+        return real(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.Adam, "step", step)
+        trainer.train_policy(5, batch_size=16, objective="quality")
+    assert max(seen) <= 1 + 1e-5 and max(seen) > 0.99
+
+
+def test_what_is_not_finite_is_refused():
+    nan = float("nan")
+    for g_c, g_q, slack in ((1.0, 1.0, nan), (nan, 1.0, 0.0), (1.0, float("inf"), 0.0)):
+        with pytest.raises(ValueError, match="must be finite"):
+            barrier_direction(torch.tensor([g_c]), torch.tensor([g_q]), slack)
+    trainer = SwitchableTrainer(switched(2), copies, quality=lambda m, b, d: torch.full((len(d),), nan))
+    with pytest.raises((FloatingPointError, ValueError)):
+        trainer.train_policy(1, batch_size=4)
+    trainer = SwitchableTrainer(switched(2), copies)
+    for options, message in (
+        ({"steps": -1}, "steps must be at least 0, not -1"),
+        ({"steps": 1, "batch_size": 0}, "batch_size must be at least 1"),
+        ({"steps": 1, "drop": 1.5}, r"drop must lie in \[0, 1\]"),
+        ({"steps": 1, "undropped": -1}, "undropped must lie"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer.robustify(**options)

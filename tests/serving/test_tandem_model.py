@@ -24,7 +24,7 @@ from transformers import (
 
 from assay.serving import TandemConfig, TandemModel
 from assay.serving.tandem import Drafter, StackedProjections, ridge_projection, tandem_loss, tandem_mask
-from assay.serving.tandem.model import positions_of
+from assay.serving.tandem.adapters import positions_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BASE = {

@@ -302,7 +302,8 @@ def frontier_chart(run: Run, frontier: Frontier) -> Chart | None:
         lines=tuple(lines),
         marks=tuple(_apart(marks)),
         legend=tuple(keys),
-        caption=f"{front_sentence(run, frontier)} Medians over the {wording.units(claim.unit)}; strong letters are on the front.",
+        caption=f"{front_sentence(run, frontier)} Medians over the {wording.units(claim.unit)}; "
+        "strong letters are on the front.",
     )
 
 

@@ -186,7 +186,12 @@ def to_markdown(run: Run, verdict: Verdict) -> str:
         out += ["## What the paper reported", "", "Not measured here.", ""]
         rows = [(s.text, s.reported.text, s.reported.setting, s.reported.source) for s in c["reported"]]
         out += [wording.markdown_table(("Statement", "Reported by the paper", "Setting", "Where"), rows), ""]
-    out += ["## All arms", "", f"Median over the {text(wording.units(claim.unit))} (mean; quartiles). All measured here.", ""]
+    out += [
+        "## All arms",
+        "",
+        f"Median over the {text(wording.units(claim.unit))} (mean; quartiles). All measured here.",
+        "",
+    ]
     for t in c["tables"]:
         head = ("Arm", "Role", "n", *(f"{m.label} ({m.unit})" if m.unit else m.label for m in t.metrics))
         rows = [

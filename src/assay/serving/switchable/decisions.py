@@ -132,9 +132,9 @@ def flops(config: Any, inputs: int, outputs: int = 0, decisions: Decisions | Non
     inputs, outputs
         Tokens of the prompt or source, and tokens after it (of the target).
     decisions
-        What runs; everything by default, for a batch of one.
+        What runs; everything by default, for a batch of one. Padding counts like tokens that are dropped.
     policy
-        Operations of the policy (:attr:`Policy.flops`), if it is to be counted.
+        Operations of the policy (:meth:`Policy.flops`), if it is to be counted.
     """
     s = sizes(config)
     total = s["encoder"] + s["layers"]
@@ -143,7 +143,9 @@ def flops(config: Any, inputs: int, outputs: int = 0, decisions: Decisions | Non
         raise ValueError(f"decisions are about {chosen.attn.shape[1]} layers, but the model has {total}")
     d, inner, kv = s["width"], s["inner"], s["kv"]
     dropped = 0 if chosen.tokens is None else (~chosen.tokens).sum(-1).double().cpu()
-    attn, ffn, cross = (x.double().cpu() for x in (chosen.attn, chosen.ffn, chosen.crossed))
+    attn, ffn, cross = (x.double().cpu().clone() for x in (chosen.attn, chosen.ffn, chosen.crossed))
+    for first in {0, s["encoder"]}:  # the first layer of a stack always runs
+        attn[:, first] = ffn[:, first] = cross[:, first] = 1
 
     def attention(t: Any) -> Any:
         return t * (4 * d * inner + 4 * d * kv) + 4 * t * t * inner

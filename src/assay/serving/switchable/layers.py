@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,6 +16,20 @@ from assay.serving.switchable.decisions import Decisions
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED = (*LLAMA_LIKE, "gpt2", "bart", "t5")
+
+
+@dataclass(frozen=True)
+class _Place:
+    index: int
+    place: int
+    stack: int
+    count: int
+    encodes: bool
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether the layer's tokens are those that may be dropped."""
+        return self.stack == 0
 
 
 @dataclass
@@ -34,6 +49,17 @@ class Active:
     stop: bool = False
     after_first: Tensor | None = None
     kept: Tensor | None = None
+    plan: dict[str, list[bool]] | None = None
+
+    def runs(self, block: str, at: _Place) -> bool:
+        """Whether a block runs, where all rows agree; the first layer of a stack always does."""
+        if not at.place:
+            return True
+        if self.plan is None:
+            assert self.decisions is not None
+            d = self.decisions
+            self.plan = {"attn": d.attn[0].tolist(), "ffn": d.ffn[0].tolist(), "cross": d.crossed[0].tolist()}
+        return self.plan[block][at.index]
 
 
 ACTIVE: ContextVar[Active | None] = ContextVar("switchable", default=None)
@@ -160,38 +186,32 @@ def install(model: Any) -> int:
     for stack, (family, layers) in enumerate(found):
         for place, layer in enumerate(layers):
             # The prompt's or the source's tokens are in the first stack.
-            where = _Place(index, place, stack, len(layers), bool(encoder))
-            if "forward" not in vars(layer):
-                layer.forward = _switched(layer, layer.forward, family, where)
+            layer.switchable_place = _Place(index, place, stack, len(layers), bool(encoder))
+            if not isinstance(layer, Switched):
+                kind: Any = type(layer)
+                layer.__class__ = _switched_class(kind, family)
             index += 1
     return index
 
 
-@dataclass(frozen=True)
-class _Place:
-    index: int
-    place: int
-    stack: int
-    count: int
-    encodes: bool
-
-    @property
-    def has_inputs(self) -> bool:
-        """Whether the layer's tokens are those that may be dropped."""
-        return self.stack == 0
+class Switched:
+    """Marks the class of a layer whose blocks can be left out."""
 
 
-def _switched(layer: Any, plain: Callable[..., Any], family: Family | None, at: _Place) -> Callable[..., Any]:
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+@functools.cache
+def _switched_class(kind: type, family: Family | None) -> type:
+    """A layer's class with a ``forward`` that asks what runs. Layers change their class, so that copies work, too."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         active = ACTIVE.get()
         if active is None:
-            return plain(hidden_states, *args, **kwargs)
+            return kind.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
         if family is None:
-            return _run_t5(active, layer, at, hidden_states, args, kwargs)
+            return _run_t5(active, self, self.switchable_place, hidden_states, args, kwargs)
         kw = dict(zip(family.names, args)) | kwargs
-        return _run(active, layer, family, at, hidden_states, kw)
+        return _run(active, self, family, self.switchable_place, hidden_states, kw)
 
-    return forward
+    return type(kind.__name__, (Switched, kind), {"forward": forward, "__module__": kind.__module__})
 
 
 # -- running a layer ---------------------------------------------------------------------------------------------------
@@ -205,20 +225,19 @@ def _gate(column: Tensor, h: Tensor, batch: int) -> Tensor:
     return column
 
 
-def _apply(active: Active, column: Tensor, h: Tensor, alive: Tensor | None, block: Callable[[], Tensor]) -> Tensor:
+def _apply(
+    active: Active, block: str, at: _Place, h: Tensor, alive: Tensor | None, compute: Callable[[], Tensor]
+) -> Tensor:
     """``h`` after a block, for the rows that need it and the tokens that are left."""
-    gate = _gate(column, h, len(h))
     if active.skip:
-        # All rows agree, so that the block runs for all of them or is not computed.
-        return block() if bool(gate[0]) else h
-    new = block()
-    keep = gate[:, None, None]
+        return compute() if active.runs(block, at) else h
+    new = compute()
+    decisions = active.decisions
+    if not at.place or decisions is None:  # the first layer of each stack, from which caches take their length
+        return new
+    gates = {"attn": decisions.attn, "ffn": decisions.ffn, "cross": decisions.crossed}[block]
+    keep = _gate(gates[:, at.index], h, len(h))[:, None, None]
     return torch.where(keep if alive is None else keep & alive[..., None], new, h)
-
-
-def _column(gates: Tensor, at: _Place) -> Tensor:
-    """The gates of a layer; the first layer of each stack always runs, since caches take their length from it."""
-    return gates[:, at.index] if at.place else torch.ones_like(gates[:, at.index])
 
 
 def _after_first(active: Active, at: _Place, h: Tensor) -> None:
@@ -288,15 +307,13 @@ def _run(active: Active, layer: Any, family: Family, at: _Place, h: Tensor, kw: 
         _after_first(active, at, h)
         active.after_first = h
         return _leave(active, at, h)
-    decisions = active.decisions
-    assert decisions is not None
     alive, kw = _narrow(active, at, h, kw)
-    h = _apply(active, _column(decisions.attn, at), h, alive, lambda: family.attention(layer, h, kw))
+    h = _apply(active, "attn", at, h, alive, lambda: family.attention(layer, h, kw))
     if family.cross is not None and kw.get("encoder_hidden_states") is not None:
         cross = family.cross
         seen = _source(active, h, kw)
-        h = _apply(active, _column(decisions.crossed, at), h, alive, lambda: cross(layer, h, seen))
-    h = _apply(active, _column(decisions.ffn, at), h, alive, lambda: family.ffn(layer, h))
+        h = _apply(active, "cross", at, h, alive, lambda: cross(layer, h, seen))
+    h = _apply(active, "ffn", at, h, alive, lambda: family.ffn(layer, h))
     return _return(active, at, h)
 
 
@@ -396,11 +413,10 @@ def _run_t5(active: Active, layer: Any, at: _Place, h: Tensor, args: Any, kwargs
         )
         return out
 
-    gates = decisions or Decisions.full(1, at.index + 1)
-    h = _apply(active, _column(gates.attn, at), h, None, attention)
+    h = _apply(active, "attn", at, h, None, attention)
     if layer.is_decoder and source is not None:
-        h = _apply(active, _column(gates.crossed, at), h, None, cross)
-    h = _apply(active, _column(gates.ffn, at), h, None, lambda: layer.layer[-1](h))
+        h = _apply(active, "cross", at, h, None, cross)
+    h = _apply(active, "ffn", at, h, None, lambda: layer.layer[-1](h))
     if given:
         assert active.first is not None
         h = active.first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,6 +118,13 @@ class SwitchableModel(nn.Module):
         found = stacks(model)
         if any(len(layers) < 2 for _, layers in found):
             raise ValueError("model has a stack of fewer than two layers: there is nothing to switch after the first")
+        text = model.config.get_text_config(decoder=True)
+        slides = set(getattr(text, "layer_types", None) or ["full_attention"]) != {"full_attention"}
+        if "token" in self.options.candidates and (slides or getattr(text, "sliding_window", None)):
+            raise NotImplementedError(
+                "tokens cannot be dropped from a model with sliding windows, which count tokens; leave 'token' out of "
+                "candidates"
+            )
         if "token" in self.options.candidates and model.config.model_type == "t5":
             raise NotImplementedError(
                 "tokens of a T5 cannot be dropped: its layers share biases of relative positions; leave 'token' out of "
@@ -189,6 +196,15 @@ class SwitchableModel(nn.Module):
             kept = kept | (place >= start - 1)
         return kept & real
 
+    def view(self, input_ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor | None:
+        """Tokens that the policy may look at, ``[batch, tokens]``: those that are real, and before the first target."""
+        if labels is None or self.encodes:
+            return mask
+        place = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        start = torch.where(labels != -100, place, input_ids.shape[1]).amin(1, keepdim=True)
+        seen = place < start
+        return seen if mask is None else seen & mask.bool()
+
     def _from(self, blocks: Tensor, tokens: Tensor | None, kept: Tensor, real: Tensor) -> Decisions:
         """Decisions from what the policy takes; blocks that are not decided on run."""
         ones = torch.ones(len(blocks), self.layers, dtype=torch.bool, device=blocks.device)
@@ -208,9 +224,14 @@ class SwitchableModel(nn.Module):
         mask: Tensor | None = None,
         sample: bool = False,
         generator: torch.Generator | None = None,
+        view: Tensor | None = None,
     ) -> tuple[Decisions, Tensor]:
-        """Decisions from the first layer's output, and their log-probability ``[batch]`` under the policy."""
-        logits, token_logits = self.policy(states, mask)
+        """Decisions from the first layer's output, and their log-probability ``[batch]`` under the policy.
+
+        ``kept`` are the tokens of :meth:`protected`, ``mask`` is zero for padding, ``view`` (:meth:`view`; default
+        ``mask``) for what the policy may not see.
+        """
+        logits, token_logits = self.policy(states, mask if view is None else view)
 
         def take(x: Tensor) -> Tensor:
             if not sample:
@@ -248,14 +269,20 @@ class SwitchableModel(nn.Module):
             Draw from the policy instead of taking what is likelier than not.
         """
         kept = self.protected(input_ids, attention_mask, labels)
-        states = self.first_layer(input_ids, attention_mask)
-        return self.choose(states, kept, attention_mask, sample, generator)[0]
+        # As generate() counts positions behind padding; in training, labels come with the model's own count.
+        states = self.first_layer(input_ids, attention_mask, counted=labels is None)
+        view = self.view(input_ids, attention_mask, labels)
+        return self.choose(states, kept, attention_mask, sample, generator, view)[0]
 
-    def first_layer(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Output of the first layer, ``[batch, tokens, width]``."""
+    def first_layer(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, counted: bool = False) -> Tensor:
+        """Output of the first layer, ``[batch, tokens, width]``.
+
+        With ``counted``, positions of a decoder-only model begin after padding, as they do in ``generate()``; otherwise
+        they are what the model's ``forward`` makes of a mask.
+        """
         target: Any = self.model.get_encoder() if self.encodes else self.model
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if attention_mask is not None and not self.encodes:  # as generate() counts them behind padding
+        if counted and attention_mask is not None and not self.encodes:
             given["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         try:
             with running(Active(None, skip=False, stop=True)):
@@ -300,16 +327,17 @@ class SwitchableModel(nn.Module):
         if getattr(self, "_full", False):
             return self.model(**given)
         if isinstance(decisions, Decisions):
-            self._check(decisions, input_ids)
+            decisions = self._check(decisions, input_ids, attention_mask)
             self.last_decisions = decisions
             if mode == "mask" or len(decisions.buckets()) == 1:
                 with running(Active(decisions, skip=mode == "bucket", first=first)):
                     return self.model(**given)
             return self._buckets(decisions, given)
         kept = self.protected(input_ids, attention_mask, labels)
+        view = self.view(input_ids, attention_mask, labels)
 
         def decide(states: Tensor) -> Decisions:
-            return self.choose(states, kept, attention_mask, decisions == "sample", generator)[0]
+            return self.choose(states, kept, attention_mask, decisions == "sample", generator, view)[0]
 
         active = Active(None, skip=mode == "bucket", decide=decide)
         try:
@@ -321,7 +349,10 @@ class SwitchableModel(nn.Module):
         self.last_decisions = active.decisions
         return out
 
-    def _check(self, decisions: Decisions, input_ids: Tensor) -> None:
+    def _check(self, decisions: Decisions, input_ids: Tensor, mask: Tensor | None) -> Decisions:
+        """The decisions, if they fit; padding is never kept."""
+        if not len(input_ids):
+            raise ValueError("input_ids hold no rows")
         if decisions.attn.shape != (len(input_ids), self.layers):
             raise ValueError(
                 f"decisions must be about {len(input_ids)} rows and {self.layers} layers, "
@@ -331,6 +362,10 @@ class SwitchableModel(nn.Module):
             raise ValueError(
                 f"decisions are about {decisions.tokens.shape[1]} tokens, but input_ids hold {input_ids.shape[1]}"
             )
+        if decisions.tokens is not None and mask is not None:
+            real = mask[:, : decisions.tokens.shape[1]].bool()
+            return replace(decisions, tokens=decisions.tokens & real)
+        return decisions
 
     def _buckets(self, decisions: Decisions, given: dict[str, Any]) -> Any:
         """Run each group of rows, and put the logits together."""
@@ -348,6 +383,9 @@ class SwitchableModel(nn.Module):
             logits = logits.index_copy(0, rows.to(logits.device), out.logits)
         assert logits is not None
         out.logits = logits
+        for name in ("cache", "past_key_values"):  # that of the last group alone would be of no use
+            if name in out:
+                out[name] = None
         if labels is not None:
             ours, wanted = (logits, labels) if self.encodes else (logits[:, :-1], labels[:, 1:])
             out.loss = nn.functional.cross_entropy(ours.flatten(0, 1).float(), wanted.flatten(), ignore_index=-100)
@@ -356,8 +394,9 @@ class SwitchableModel(nn.Module):
     @torch.no_grad()
     def generate(
         self,
-        inputs: Tensor,
+        inputs: Tensor | None = None,
         *,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         decisions: Decisions | Literal["sample"] | None = None,
         **kwargs: Any,
@@ -370,7 +409,8 @@ class SwitchableModel(nn.Module):
         Parameters
         ----------
         inputs, attention_mask
-            ``[batch, tokens]``: prompts, or sources of an encoder-decoder model.
+            ``[batch, tokens]``: prompts, or sources of an encoder-decoder model. ``input_ids`` is another name for
+            ``inputs``, so that what a tokenizer returns can be passed on.
         decisions
             As for :meth:`forward`.
         **kwargs
@@ -380,18 +420,29 @@ class SwitchableModel(nn.Module):
         -------
         Tokens ``[batch * num_return_sequences, longest]``, padded on the right.
         """
-        if inputs.ndim != 2 or not inputs.shape[1]:
-            raise ValueError(f"inputs must be [batch, tokens] with at least one token, not {tuple(inputs.shape)}")
+        inputs = input_ids if inputs is None else inputs
+        if inputs is None or inputs.ndim != 2 or not inputs.numel():
+            shape = None if inputs is None else tuple(inputs.shape)
+            raise ValueError(f"inputs must be [batch, tokens] with at least one token, not {shape}")
+        if kwargs.get("return_dict_in_generate"):
+            raise ValueError("return_dict_in_generate is not supported: rows are generated in groups")
         if kwargs.get("assistant_model") is not None or kwargs.get("prompt_lookup_num_tokens"):
             raise ValueError("assisted generation takes tokens back, which layers without a cache cannot do")
         if getattr(self, "_full", False):
             return self.model.generate(inputs, attention_mask=attention_mask, **kwargs)
         if not isinstance(decisions, Decisions):
             decisions = self.decide(inputs, attention_mask, sample=decisions == "sample")
-        self._check(decisions, inputs)
+        decisions = self._check(decisions, inputs, attention_mask)
         self.last_decisions = decisions
+        drops = decisions.tokens is not None and not bool(decisions.tokens.all())
+        if drops and kwargs.get("cache_implementation"):
+            raise ValueError(
+                "cache_implementation must be left out where tokens are dropped: layers hold fewer of them"
+            )
+        if any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
+            raise ValueError("a cache cannot be given: every group of rows needs one of its own")
         batch, parts = len(inputs), []
-        given = kwargs | {"attention_mask": torch.ones_like(inputs) if attention_mask is None else attention_mask}
+        given = kwargs if attention_mask is None else kwargs | {"attention_mask": attention_mask}
         for rows in decisions.buckets():
             part = {k: v[rows] if isinstance(v, Tensor) and len(v) == batch else v for k, v in given.items()}
             with running(Active(decisions.rows(rows), skip=True)):
@@ -414,7 +465,7 @@ class SwitchableModel(nn.Module):
 
     def cost(self, decisions: Decisions, inputs: int, outputs: int = 0) -> Tensor:
         """Operations with these decisions over those of the full model, policy included, ``[batch]``."""
-        return relative_cost(self.config, inputs, outputs, decisions, self.policy.flops)
+        return relative_cost(self.config, inputs, outputs, decisions, self.policy.flops(inputs))
 
     # -- saving -----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -38,10 +40,10 @@ class Policy(nn.Module):
                 nn.init.zeros_(linear.weight)
                 nn.init.constant_(linear.bias, 2.0)
 
-    @property
-    def flops(self) -> int:
-        """Operations of deciding on blocks, once for a sequence."""
-        return 2 * self.width * self.hidden + 2 * self.hidden * self.count
+    def flops(self, tokens: int) -> int:
+        """Operations of deciding for a sequence of that many tokens."""
+        blocks = 2 * self.width * self.hidden + 2 * self.hidden * self.count
+        return blocks + (0 if self.token is None else 2 * self.width * tokens)
 
     def forward(self, states: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Logits ``[batch, blocks]`` and ``[batch, tokens]`` (``None`` if tokens are not decided on).
@@ -107,6 +109,8 @@ def barrier_direction(
             f"g_cost and g_quality must have one shape, not {tuple(g_cost.shape)}, {tuple(g_quality.shape)}"
         )
     square = float((g_quality * g_quality).sum())
+    if not math.isfinite(square + float(g_cost.abs().sum()) + slack):
+        raise ValueError(f"g_cost, g_quality and slack must be finite, but a sum of them is not (slack {slack})")
     phi = min(alpha * slack, beta * square) if slack > 0 else alpha * slack
     weight = (phi - float((g_cost * g_quality).sum())) / (square + 1e-12)
     weight = min(max(weight, 0.0), lambda_max)

@@ -107,6 +107,10 @@ class SwitchableTrainer:
         the steps; a share ``undropped`` of the rows keeps everything. Also trains a model from scratch. AdamW with
         ``warmup`` steps and a cosine to ``final_lr`` of the rate.
         """
+        for name, value in (("drop", drop), ("undropped", undropped)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], not {value}")
+        self._check(steps=steps, batch_size=batch_size)
         model = self.model.model
         model.requires_grad_(True)
         optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=weight_decay)
@@ -180,8 +184,7 @@ class SwitchableTrainer:
         smoothing
             Of the moving average of the sampled loss.
         """
-        self._check(objective)
-        self.model.model.requires_grad_(False)
+        self._check(objective, steps=steps, batch_size=batch_size)
         optimizer = torch.optim.Adam(self.model.policy.parameters(), lr)
         log = PolicyLog(limit=self.full_loss(batch_size=batch_size) + self.model.options.eps)
         for step in range(steps):
@@ -205,7 +208,7 @@ class SwitchableTrainer:
 
         ``model_lr`` is a tenth of ``lr`` by default.
         """
-        self._check(objective)
+        self._check(objective, steps=steps, batch_size=batch_size)
         policy = torch.optim.Adam(self.model.policy.parameters(), lr)
         log = PolicyLog(limit=self.full_loss(batch_size=batch_size) + self.model.options.eps)
         weights = list(self.model.model.requires_grad_(True).parameters())
@@ -223,7 +226,10 @@ class SwitchableTrainer:
             self._tell(step, steps, "joint")
         return log
 
-    def _check(self, objective: str) -> None:
+    def _check(self, objective: str = "barrier", **counts: int) -> None:
+        for name, count in counts.items():
+            if count < (name != "steps"):
+                raise ValueError(f"{name} must be at least {int(name != 'steps')}, not {count}")
         if objective not in ("barrier", "weighted", "quality"):
             raise ValueError(f"objective must be 'barrier', 'weighted' or 'quality', not {objective!r}")
 
@@ -243,8 +249,9 @@ class SwitchableTrainer:
         model.eval()
         with torch.no_grad():
             states = model.first_layer(ids, mask)
-        chosen, chance = model.choose(states, kept, mask, sample=True, generator=self.generator)
-        likely, _ = model.choose(states, kept, mask)
+        view = model.view(ids, mask, labels)
+        chosen, chance = model.choose(states, kept, mask, True, self.generator, view)
+        likely, _ = model.choose(states, kept, mask, view=view)
         with torch.no_grad():
             q, q0 = self._losses(batch, chosen, likely, states)
             c, c0 = (self._cost(batch, d).to(ids.device) for d in (chosen, likely))
@@ -260,8 +267,13 @@ class SwitchableTrainer:
             gradients.append(torch.cat([g.flatten() for g in flat]))
         g_q, g_c = gradients
         mean = float(q.mean())
-        log.ema.append(mean if not log.ema else smoothing * log.ema[-1] + (1 - smoothing) * mean)
+        if not math.isfinite(mean):
+            raise FloatingPointError(
+                f"the quality loss is {mean} at step {len(log.loss)}; a policy cannot learn from it"
+            )
         o = model.options
+        before = log.ema[-1] if log.ema else log.limit - o.eps  # it starts at the full model's loss
+        log.ema.append(smoothing * before + (1 - smoothing) * mean)
         if objective == "barrier":
             direction, multiplier = barrier_direction(g_c, g_q, log.ema[-1] - log.limit, o.alpha, o.beta, o.lambda_max)
         elif objective == "weighted":

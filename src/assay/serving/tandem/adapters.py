@@ -69,15 +69,56 @@ def keys_values(model: Any, states: list[Tensor], positions: Tensor) -> KeysValu
     return found
 
 
+def positions_of(mask: Tensor) -> Tensor:
+    """Position in the text of every token of an attention mask ``[batch, tokens]``; 0 for padding on the left."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+_ARGUMENTS: dict[type, str] = {}
+
+
 def cache_argument(model: Any) -> str:
     """What this release of transformers calls the cache in a model's forward."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    kind = type(model)
+    if kind not in _ARGUMENTS:  # a signature takes as long to read as a small layer to run
+        _ARGUMENTS[kind] = "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
+    return _ARGUMENTS[kind]
 
 
 def call(model: Any, ids: Tensor, cache: Any = None, **kwargs: Any) -> Any:
     """The model on ``[batch, tokens]``, with a cache if there is one."""
     given = {} if cache is None else {cache_argument(model): cache}
     return model(input_ids=ids, use_cache=cache is not None, **given, **kwargs)
+
+
+# Types whose decoder is nothing but embedding, layers, norm and head, in the order of these names.
+PLAIN = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def rotations(model: Any, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines for :func:`step` at ``[batch, tokens]`` positions; ``None`` for types that it cannot run."""
+    if model.config.model_type not in PLAIN:
+        return None
+    like = model.base_model.embed_tokens.weight[:1]
+    return model.base_model.rotary_emb(like, position_ids=positions)
+
+
+def step(model: Any, token: Tensor, cache: Any, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Logits ``[batch, vocabulary]`` after one token ``[batch, 1]``, from the model's own layers; without padding.
+
+    For small models the arguments, masks and outputs that a whole call prepares take as long as its layers.
+    """
+    decoder = model.base_model
+    hidden = decoder.embed_tokens(token)
+    for layer in decoder.layers:
+        hidden = layer(
+            hidden,
+            attention_mask=None,
+            position_embeddings=rotation,
+            use_cache=True,
+            **{cache_argument(model): cache},
+        )
+    return model.lm_head(decoder.norm(hidden))[:, -1]
 
 
 class _Prepend(CacheLayerMixin):

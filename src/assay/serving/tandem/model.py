@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
 from assay._state import load_state, save_state
-from assay.serving.tandem.adapters import StackedProjections, call, check_secondary, keys_values, prepended
+from assay.serving.tandem.adapters import (
+    StackedProjections,
+    call,
+    check_secondary,
+    keys_values,
+    positions_of,
+    prepended,
+)
 
 if TYPE_CHECKING:
     from assay.serving.tandem.router import Router
@@ -155,11 +162,6 @@ def ridge_projection(x: Tensor, y: Tensor, ridge: float = 0.1) -> tuple[Tensor, 
     gram = a.T @ a + ridge * torch.eye(a.shape[1], dtype=a.dtype, device=a.device)
     weight = torch.linalg.solve(gram, a.T @ b).T
     return weight, mean_y - weight @ mean_x
-
-
-def positions_of(mask: Tensor) -> Tensor:
-    """Position in the text of every token of an attention mask ``[batch, tokens]``; 0 for padding on the left."""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 class TandemModel(nn.Module):

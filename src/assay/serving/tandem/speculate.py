@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from assay.serving.tandem.adapters import call
+from assay.serving.tandem.adapters import call, positions_of, rotations, step
 from assay.serving.tandem.router import Router, confident
 
 if TYPE_CHECKING:
@@ -32,23 +32,31 @@ class Drafter:
     model
         The tandem.
     mask
-        ``[batch, tokens]`` of the prompt, with zeros where it is padded on the left; ``None`` without padding.
+        ``[batch, tokens]`` of the prompt, with zeros for tokens that nobody sees; ``None`` if there are none.
     """
 
     def __init__(self, model: TandemModel, mask: Tensor | None = None) -> None:
         self.model = model
         self.cache = DynamicCache(config=model.secondary.config)
-        self.padding = None if mask is None or bool(mask.all()) else (mask == 0).sum(-1, keepdim=True)
+        self.mask = None if mask is None or bool(mask.all()) else mask.long()
         self.read, self.own = 0, 0
+        self._turns: list[tuple[Tensor, Tensor]] = []
 
     def _positions(self, start: int, count: int, batch: int, device: torch.device) -> Tensor:
-        positions = torch.arange(start, start + count, device=device).expand(batch, -1)
-        return positions if self.padding is None else (positions - self.padding).clamp(min=0)
+        if self.mask is not None:
+            return positions_of(self._seen(start + count))[:, start:]
+        return torch.arange(start, start + count, device=device).expand(batch, -1)
+
+    def _seen(self, length: int) -> Tensor:
+        """The mask of the first tokens; all that come after the prompt are seen."""
+        assert self.mask is not None
+        more = max(0, length - self.mask.shape[1])
+        return torch.nn.functional.pad(self.mask, (0, more), value=1)[:, :length]
 
     def absorb(self, hidden_states: Any, count: int) -> None:
         """Replace the own entries by projected states of the next ``count`` tokens, the first of those that came."""
         self.cache.crop(-self.own)
-        self.own = 0
+        self.own, self._turns = 0, []
         if not count:
             return
         sources = set(self.model.projections.sources)
@@ -59,13 +67,26 @@ class Drafter:
             self.cache.update(keys, values, index)
         self.read += count
 
+    def _turn(self, token: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The rotation of the next own token; those of a whole draft are computed at once."""
+        if self.own >= len(self._turns):
+            count = max(8, self.own + 1)
+            positions = self._positions(self.read, count, 1, token.device)
+            found = rotations(self.model.secondary, positions)
+            if found is None:
+                return None
+            cos, sin = found
+            self._turns = list(zip(cos.split(1, 1), sin.split(1, 1)))
+        return self._turns[self.own]
+
     def step(self, token: Tensor) -> Tensor:
         """Logits ``[batch, vocabulary]`` in float32 after one more own token ``[batch, 1]``."""
         place = self.read + self.own
+        if self.mask is None and (turn := self._turn(token)) is not None:
+            self.own += 1
+            return step(self.model.secondary, token, self.cache, turn).float()
         positions = self._positions(place, 1, len(token), token.device)
-        mask = None
-        if self.padding is not None:
-            mask = (torch.arange(place + 1, device=token.device)[None] >= self.padding).long()
+        mask = None if self.mask is None else self._seen(place + 1)
         out = call(self.model.secondary, token, self.cache, position_ids=positions, attention_mask=mask)
         self.own += 1
         return out.logits[:, -1].float()
@@ -266,7 +287,7 @@ def generate_alone(
         stop = ids.shape[1] - (0 if free_token else 1)
         if stop > drafter.read:
             new = ids[:, drafter.read : stop]
-            known = None if drafter.padding is None else mask[:, :stop] if mask is not None else None
+            known = None if drafter.mask is None else drafter._seen(stop)
             positions = drafter._positions(drafter.read, new.shape[1], len(new), new.device)
             out = model.read(new, known, large, position_ids=positions)
             drafter.absorb(out.hidden_states, new.shape[1])
