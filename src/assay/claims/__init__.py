@@ -14,6 +14,8 @@ CLAIMS: dict[str, tuple[str, str]] = {
     "quest": ("serving", "Query-aware page selection: decode from the part of the cache that matters"),
     "rqr": ("statistics", "Prediction intervals by relaxed quantile regression, narrower on skewed noise"),
     "stein_thinning": ("statistics", "Debiased compression of biased samples with Stein kernels"),
+    "switchable": ("serving", "Blocks and tokens that a policy network switches off for each input"),
+    "tandem": ("serving", "Small drafter that attends to the large model's states of earlier blocks, losslessly"),
 }
 
 COMPARISONS: dict[str, tuple[str, str, tuple[str, ...]]] = {

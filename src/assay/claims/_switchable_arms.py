@@ -1,0 +1,247 @@
+"""What the claim of switchable compares with a policy: fixed masks, chance, and leaving early."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from assay.serving.switchable import Decisions, PolicyLog, SwitchableModel
+
+EXHAUSTIVE = 10  # decisions up to which all masks are tried
+
+
+@dataclass
+class Trained:
+    """What all arms of a replicate share: a model that stands missing blocks, data, and the policies trained so far.
+
+    ``draw(count, purpose)`` gives a batch: "train" goes on with every call, "validation" and "test" give the same one.
+    """
+
+    base: Any
+    options: dict[str, Any]
+    draw: Callable[[int, str], dict[str, Any]]
+    train: Callable[[int, torch.Generator], dict[str, Any]]
+    steps: int
+    batch: int
+    lr: float
+    tested: int
+    seed: int
+    tasks: tuple[str, ...] = ()
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives, which is called once."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+
+def switched(shared: Trained, candidates: tuple[str, ...]) -> SwitchableModel:
+    """The shared model with a new policy; the model itself is not copied, since policies leave it alone."""
+    import torch
+
+    from assay.serving import SwitchableConfig, make_switchable
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(shared.seed)
+        return make_switchable(shared.base, SwitchableConfig(candidates, **shared.options)).eval()
+
+
+def trained_policy(
+    shared: Trained, candidates: tuple[str, ...], objective: str = "barrier", weight: float = 1.0
+) -> tuple[SwitchableModel, PolicyLog]:
+    """A policy after training, the same one for all arms that ask for it."""
+
+    def make() -> tuple[SwitchableModel, PolicyLog]:
+        from assay.serving import SwitchableTrainer
+
+        model = switched(shared, candidates)
+        trainer = SwitchableTrainer(model, shared.train, seed=shared.seed)
+        log = trainer.train_policy(
+            shared.steps,
+            batch_size=shared.batch,
+            lr=shared.lr,
+            objective=objective,
+            weight=weight,
+        )
+        return model, log
+
+    return shared.remember((candidates, objective, weight), make)
+
+
+def measure(
+    shared: Trained, model: SwitchableModel, decisions: Decisions | None, purpose: str = "test", most: int | None = None
+) -> dict[str, float]:
+    """Exact match, token accuracy, loss and cost on (at most ``most``) rows that nothing was trained on.
+
+    Without ``decisions`` the policy decides, and what deciding takes is part of the cost.
+    """
+    import torch
+
+    batch = shared.draw(most or shared.tested, purpose)
+    labels, ids = batch["labels"], batch["input_ids"]
+    with torch.inference_mode():
+        chosen = decisions or model.decide(ids, batch.get("attention_mask"), labels=labels)
+        logits = model(**inputs(model, batch), decisions=chosen).logits
+    decided = decisions is None
+    return {**scores(logits, labels, model.encodes), **costs(shared, model, chosen, batch, logits, decided)}
+
+
+def inputs(model: SwitchableModel, batch: dict[str, Any]) -> dict[str, Any]:
+    """What the model reads of a batch, teacher forced."""
+    given = {k: v for k, v in batch.items() if k not in ("labels", "task")}
+    if model.encodes:
+        given["decoder_input_ids"] = model.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+    return given
+
+
+def _aligned(logits: Any, labels: Any, encodes: bool) -> tuple[Any, Any, Any]:
+    ours, wanted = (logits, labels) if encodes else (logits[:, :-1], labels[:, 1:])
+    return ours, wanted, wanted != -100
+
+
+def right_rows(logits: Any, labels: Any, encodes: bool) -> Any:
+    """Rows whose every target is the likeliest token: what greedy decoding gets right to the last one."""
+    ours, wanted, counted = _aligned(logits, labels, encodes)
+    return ((ours.argmax(-1) == wanted) | ~counted).all(1)
+
+
+def scores(logits: Any, labels: Any, encodes: bool) -> dict[str, float]:
+    """Exact match, token accuracy and loss."""
+    import torch
+
+    ours, wanted, counted = _aligned(logits, labels, encodes)
+    right = (ours.argmax(-1) == wanted)[counted]
+    nll = torch.nn.functional.cross_entropy(ours[counted].float(), wanted[counted])
+    exact = right_rows(logits, labels, encodes)
+    return {"exact": exact.float().mean().item(), "tokens": right.float().mean().item(), "nll": nll.item()}
+
+
+def costs(
+    shared: Trained, model: SwitchableModel, chosen: Decisions, batch: Any, logits: Any, decided: bool
+) -> dict[str, float]:
+    """Mean cost, how many masks of blocks there are, and both by task."""
+    import torch
+
+    labels, cost = batch["labels"], price(model, chosen, batch, decided)
+    blocks = torch.cat([chosen.attn, chosen.ffn], 1)
+    found = {"cost": cost.mean().item(), "masks": float(len(blocks.unique(dim=0)))}
+    right = right_rows(logits, labels, model.encodes).cpu()
+    for i, name in enumerate(shared.tasks):
+        rows = batch["task"].cpu() == i
+        found |= {f"exact_{name}": right[rows].float().mean().item(), f"cost_{name}": cost[rows].mean().item()}
+    return found
+
+
+def price(model: SwitchableModel, chosen: Decisions, batch: Any, decided: bool) -> Any:
+    """Operations over those of the whole model, ``[batch]``, with those of the policy if it decided."""
+    from assay.serving.switchable import relative_cost
+
+    inputs = batch["input_ids"].shape[1]
+    outputs = batch["labels"].shape[1] if model.encodes else 0
+    return relative_cost(model.config, inputs, outputs, chosen, model.policy.flops(inputs) if decided else 0)
+
+
+def free_blocks(model: SwitchableModel) -> list[tuple[str, int]]:
+    """The blocks that a mask may leave out."""
+    return [(name, i) for name in ("attn", "ffn") for i in model._slots[name]]
+
+
+def mask_of(model: SwitchableModel, kept: tuple[bool, ...], batch: int) -> Decisions:
+    """The decisions of a static mask over :func:`free_blocks`."""
+    from assay.serving import Decisions
+
+    parts = {"attn": [True] * model.layers, "ffn": [True] * model.layers}
+    for (name, i), keep in zip(free_blocks(model), kept):
+        parts[name][i] = keep
+    return Decisions.static(parts["attn"], parts["ffn"], batch, model.device)
+
+
+def best_static(shared: Trained, model: SwitchableModel, most: float) -> tuple[bool, ...]:
+    """The mask of at most that cost with the best exact match on validation data (of equal ones the least loss).
+
+    All masks are tried where there are at most ten decisions; otherwise blocks are left out one after the other, always
+    the one that is missed least.
+    """
+    count, most_rows = len(free_blocks(model)), min(500, shared.tested)
+    rows = len(shared.draw(most_rows, "validation")["input_ids"])
+
+    def tried(kept: tuple[bool, ...]) -> tuple[float, float, float]:
+        found = measure(shared, model, mask_of(model, kept, rows), "validation", most_rows)
+        return found["cost"], found["exact"], -found["nll"]
+
+    if count <= EXHAUSTIVE:
+        results = {kept: tried(kept) for kept in itertools.product((False, True), repeat=count)}
+        allowed = {k: r for k, r in results.items() if r[0] <= most} or {(False,) * count: (0.0, 0.0, 0.0)}
+        return max(allowed, key=lambda k: allowed[k][1:])
+    kept = (True,) * count
+    while any(kept) and tried(kept)[0] > most:
+        ones = [i for i in range(count) if kept[i]]
+        fewer = {i: (*kept[:i], False, *kept[i + 1 :]) for i in ones}
+        best = max(ones, key=lambda i: tried(fewer[i])[1:])
+        kept = fewer[best]
+    return kept
+
+
+def by_chance(shared: Trained, model: SwitchableModel, chosen: Decisions) -> Decisions:
+    """Every block kept at random as often as in given decisions."""
+    import torch
+
+    from assay.serving import Decisions
+
+    draw = torch.Generator().manual_seed(shared.seed)
+
+    def random(gates: torch.Tensor) -> torch.Tensor:
+        share = gates.float().mean(0, keepdim=True).cpu()
+        return (torch.rand(gates.shape, generator=draw) < share).to(gates.device)
+
+    return Decisions(random(chosen.attn), random(chosen.ffn), chosen.tokens)
+
+
+def leaving_early(shared: Trained, model: SwitchableModel, most: float) -> dict[str, float]:
+    """Each row leaves after the first layers whose prediction of the whole answer is confident enough.
+
+    Layers are whole; the final norm and head read every layer. The threshold is the one that costs as much as is
+    allowed on validation data. The row's least confidence over its targets decides, which decoding could only know at
+    the end: a bound in favour of leaving early.
+    """
+    import torch
+
+    from assay.serving.switchable.decisions import sizes
+
+    def run(purpose: str) -> tuple[list[Any], Any, list[float]]:
+        batch = shared.draw(shared.tested, purpose)
+        rows, outs, prices = len(batch["labels"]), [], []
+        with torch.inference_mode():
+            for depth in range(sizes(model.config)["encoder"] + 1, model.layers + 1):  # an encoder runs as a whole
+                chosen = mask_of(model, tuple(i < depth for _, i in free_blocks(model)), rows)
+                outs.append(model(**inputs(model, batch), decisions=chosen).logits)
+                prices.append(price(model, chosen, batch, False).mean().item())
+        return outs, batch["labels"], prices
+
+    def leave(outs: list[Any], labels: Any, threshold: float) -> tuple[Any, Any]:
+        final, depth = outs[-1].clone(), torch.full((len(labels),), len(outs) - 1)
+        done = torch.zeros(len(labels), dtype=torch.bool)
+        for level, logits in enumerate(outs[:-1]):
+            ours, _, counted = _aligned(logits, labels, model.encodes)
+            sure = ours.softmax(-1).amax(-1).masked_fill(~counted, 1.0).amin(1).cpu() >= threshold
+            now = sure & ~done
+            final[now.to(final.device)] = logits[now.to(final.device)]
+            depth[now] = level
+            done |= sure
+        return final, depth
+
+    outs, labels, prices = run("validation")
+    table = torch.tensor(prices)
+    tried = {t: table[leave(outs, labels, t)[1]].mean().item() for t in np.linspace(0.0, 1.0, 51)}
+    allowed = [t for t, cost in tried.items() if cost <= most] or [0.0]
+    outs, labels, prices = run("test")
+    final, depth = leave(outs, labels, max(allowed))
+    return {**scores(final, labels, model.encodes), "cost": torch.tensor(prices)[depth].mean().item()}
