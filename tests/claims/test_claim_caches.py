@@ -109,3 +109,34 @@ def test_a_model_that_a_cache_cannot_serve_is_named(tmp_path):
 def test_digest_changes_with_the_options(task):
     other = CLAIM.workload(**SMOKE | {"prompt": 600, "timed": 2}).build(device="cpu", seed=0)
     assert other.digest != task.digest
+
+
+def save_model(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=64, vocab_size=128
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({chr(i): i for i in range(32, 127)} | {"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+
+
+def test_own_model_and_text_in_one_command(tmp_path, capsys):
+    from assay import cli
+
+    save_model(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat and the dog sat on the log. " * 40)
+    command = ["run", "kivi", "quest", "cam", "--model", str(tmp_path / "model"), "--text", str(text)]
+    command += ["--prompt", "600", "--haystack", "400", "--continuation", "4", "--timed", "1", "--replicates", "1"]
+    command += ["--store", str(tmp_path / "store.sqlite"), "--quiet", "--jobs", "1", "--report", str(tmp_path / "out")]
+    assert cli.main(command) == 0
+    said = capsys.readouterr().out
+    assert "failed" not in said and str(text) in said
+    assert sum(line.startswith("h2o-2 ") for line in said[said.index("race 'decode'") :].splitlines()) == 1
+    assert "On the Pareto front of held and kl" in said
+    assert (tmp_path / "out" / "caches.html").is_file()
