@@ -151,7 +151,13 @@ except KeyboardInterrupt:
 def start(store, nap, jobs, executor="local"):
     """A driver as a shell starts it: the head of a process group of its own."""
     command = [sys.executable, "-c", SCRIPT, str(store), str(nap), str(jobs), executor]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **pipes, start_new_session=True, preexec_fn=interruptible)
+
+
+def interruptible():
+    """A shell's background jobs ignore Ctrl-C, and so would whatever these tests start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def members(group):

@@ -63,7 +63,7 @@ def test_the_best_static_mask_is_the_best(shared):
     found = compared.best_static(shared, model, most)
     results = {}
     for kept in itertools.product((False, True), repeat=4):
-        r = compared.measure(shared, model, compared.mask_of(model, kept, 40), "validation", 40)
+        r = compared.measure(shared, model, compared.mask_of(model, kept, 40), "validation")
         results[kept] = (r["cost"], r["exact"], -r["nll"])
     assert results[found][0] <= most
     assert all(r[1:] <= results[found][1:] for r in results.values() if r[0] <= most)
@@ -174,6 +174,19 @@ def test_options_that_cannot_be_used(tmp_path, pairs, change, message):
 def test_a_type_of_model_that_is_not_supported(tmp_path, pairs):
     with pytest.raises(InputError, match="is of type 'bert'; supported are llama"):
         CLAIM.workload(model=save_model(tmp_path, "bert"), data=pairs).build(device="cpu", seed=0)
+
+
+def test_rows_that_a_model_cannot_read(tmp_path, pairs):
+    folder = save_model(tmp_path / "a", "gpt2")
+    long = tmp_path / "long.jsonl"
+    long.write_text("\n".join(json.dumps({"source": "x" * 60, "target": "y" * 60}) for _ in range(10)))
+    with pytest.raises(InputError, match=r"makes rows of 121 tokens, and .* has 64 positions"):
+        CLAIM.workload(model=folder, data=str(long)).build(device="cpu", seed=0)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    for change, message in (({"n_layer": 1}, "has a stack of one layer"), ({"vocab_size": 50}, "knows 50 tokens")):
+        (tmp_path / "a" / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(InputError, match=message):
+            CLAIM.workload(model=folder, data=pairs).build(device="cpu", seed=0)
 
 
 # -- the claim ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -250,7 +251,10 @@ def test_json_is_json_and_progress_stays_off_it(capsys, home):
 def test_ctrl_c_keeps_finished_trials_and_exits_with_130(home):
     store = home / "c.sqlite"
     command = [sys.executable, "-m", "assay.cli", "run", "rqr", "--quiet", "--jobs", "1", "--store", str(store)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # A shell's background jobs ignore Ctrl-C, and so would what they start.
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=interruptible)
     try:
         until = time.monotonic() + 120
         while time.monotonic() < until and trials(store) < 3:

@@ -77,15 +77,15 @@ def trained_policy(
 
 
 def measure(
-    shared: Trained, model: SwitchableModel, decisions: Decisions | None, purpose: str = "test", most: int | None = None
+    shared: Trained, model: SwitchableModel, decisions: Decisions | None, purpose: str = "test"
 ) -> dict[str, float]:
-    """Exact match, token accuracy, loss and cost on (at most ``most``) rows that nothing was trained on.
+    """Exact match, token accuracy, loss and cost on rows that nothing was trained on.
 
     Without ``decisions`` the policy decides, and what deciding takes is part of the cost.
     """
     import torch
 
-    batch = shared.draw(most or shared.tested, purpose)
+    batch = shared.draw(shared.tested, purpose)
     labels, ids = batch["labels"], batch["input_ids"]
     with torch.inference_mode():
         chosen = decisions or model.decide(ids, batch.get("attention_mask"), labels=labels)
@@ -170,11 +170,11 @@ def best_static(shared: Trained, model: SwitchableModel, most: float) -> tuple[b
     All masks are tried where there are at most ten decisions; otherwise blocks are left out one after the other, always
     the one that is missed least.
     """
-    count, most_rows = len(free_blocks(model)), min(500, shared.tested)
-    rows = len(shared.draw(most_rows, "validation")["input_ids"])
+    count = len(free_blocks(model))
+    rows = len(shared.draw(shared.tested, "validation")["input_ids"])
 
     def tried(kept: tuple[bool, ...]) -> tuple[float, float, float]:
-        found = measure(shared, model, mask_of(model, kept, rows), "validation", most_rows)
+        found = measure(shared, model, mask_of(model, kept, rows), "validation")
         return found["cost"], found["exact"], -found["nll"]
 
     if count <= EXHAUSTIVE:
@@ -210,7 +210,8 @@ def leaving_early(shared: Trained, model: SwitchableModel, most: float) -> dict[
 
     Layers are whole; the final norm and head read every layer. The threshold is the one that costs as much as is
     allowed on validation data. The row's least confidence over its targets decides, which decoding could only know at
-    the end: a bound in favour of leaving early.
+    the end: a bound in its favour. The head was not trained to read the layers before the last, as it would not be for
+    a user who only adds a threshold: that is against it.
     """
     import torch
 
