@@ -11,6 +11,7 @@ CLAIMS: dict[str, tuple[str, str]] = {
     # slug: (family, what it is in one line)
     "cam": ("serving", "Bounded key-value cache that merges the values of evicted tokens into kept ones"),
     "kivi": ("serving", "Tuning-free asymmetric 2-bit quantisation of the key-value cache"),
+    "pgps": ("statistics", "Particles guided along a path of densities, for targets with far modes"),
     "quest": ("serving", "Query-aware page selection: decode from the part of the cache that matters"),
     "rqr": ("statistics", "Prediction intervals by relaxed quantile regression, narrower on skewed noise"),
     "stein_thinning": ("statistics", "Debiased compression of biased samples with Stein kernels"),

@@ -10,6 +10,10 @@ from assay._lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "LwSPath": "pgps",
+        "PGPS": "pgps",
+        "PGPSBayesianMLPClassifier": "pgps",
+        "PGPSResult": "pgps",
         "RQRLoss": "rqr",
         "RQRRegressor": "rqr",
         "RQRBoostingRegressor": "rqr",

@@ -1,0 +1,98 @@
+"""Targets with far modes whose masses are known, and a user's own log density."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from assay.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GaussianMixture:
+    """``sum_j w_j N(mean_j, sd^2 I)`` with a Gaussian ``N(0, start^2 I)`` to begin from.
+
+    ``weights`` ``[k]``, ``means`` ``[k, d]``. Normalised: the log of its constant is 0.
+    """
+
+    weights: tuple[float, ...]
+    means: tuple[tuple[float, ...], ...]
+    sd: float
+    start: float
+
+    @property
+    def dim(self) -> int:
+        """Dimension."""
+        return len(self.means[0])
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Log density of rows ``[n, d]``."""
+        import torch
+
+        weights = torch.as_tensor(self.weights, dtype=x.dtype, device=x.device)
+        means = torch.as_tensor(self.means, dtype=x.dtype, device=x.device)
+        squares = ((x[:, None] - means) / self.sd).square().sum(-1)
+        constant = self.dim * (math.log(self.sd) + 0.5 * math.log(2 * math.pi))
+        return torch.logsumexp(weights.log() - 0.5 * squares - constant, 1)
+
+    def masses(self, points: Any, weights: Any) -> list[float]:
+        """Weighted share of points whose nearest mean is each of the means."""
+        x, w, means = np.asarray(points), np.asarray(weights), np.asarray(self.means)
+        nearest = ((x[:, None] - means) ** 2).sum(-1).argmin(1)
+        return [float(w[nearest == j].sum()) for j in range(len(means))]
+
+
+def far_modes() -> GaussianMixture:
+    """Two equal modes at 0 and 8, begun from ``N(0, 9)``: the far one is beyond the start's reach."""
+    return GaussianMixture((0.5, 0.5), ((0.0,), (8.0,)), 1.0, 3.0)
+
+
+def negligible_mode() -> GaussianMixture:
+    """A mode of mass 0.001 at -5 and the rest at 5, begun from ``N(0, 4)``, as far from one as from the other."""
+    return GaussianMixture((0.001, 0.999), ((-5.0,), (5.0,)), 1.0, 2.0)
+
+
+def eight_dimensions(seed: int) -> GaussianMixture:
+    """Four narrow modes at ``e1, -e2, e3, -e4`` in eight dimensions; weights are the softmax of normal draws."""
+    draws = np.random.default_rng(seed).normal(size=4)
+    weights = np.exp(draws) / np.exp(draws).sum()
+    means = np.zeros((4, 8))
+    means[np.arange(4), np.arange(4)] = [1, -1, 1, -1]
+    return GaussianMixture(tuple(weights.tolist()), tuple(map(tuple, means.tolist())), 0.15, 1.0)
+
+
+def source_of(reference: str) -> str:
+    """Identify the code of ``module:callable`` by the file of its module."""
+    module = importlib.import_module(reference.partition(":")[0])
+    file = getattr(module, "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
+
+
+def load_density(reference: str) -> Callable[..., Any]:
+    """A user's log density, named as ``module:callable``: a torch function of rows ``[n, d]`` to ``[n]``.
+
+    Raises
+    ------
+    InputError
+        The module cannot be imported, or has no such function.
+    """
+    module, _, name = reference.partition(":")
+    if not module or not name:
+        raise InputError(f"--target {reference!r} must have the form module:callable, e.g. mymodel:log_posterior")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise InputError(f"--target {reference!r}: {error}") from error
+    if not callable(found):
+        raise InputError(f"--target {reference!r}: module {module!r} has no function {name!r}")
+    return found
