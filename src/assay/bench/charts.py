@@ -22,7 +22,7 @@ from assay.bench.trial import Run
 LETTERS = ascii_uppercase + ascii_lowercase
 LEAST = 3  # different sizes that a fit needs
 _LEFT, _RIGHT = 11.0, 3.0  # per cent left free for the labels of the vertical axis, and at the other end
-_TOP, _HEIGHT = 26, 230  # px above and of the plane
+_TOP, _BOTTOM = 26, 256  # px from the top of the drawing to the ends of the plane
 _FLOOR = 16  # px below a logarithmic axis where zeros lie
 NOTHING = 1e-4  # of the largest value: what lies below is drawn as nothing, since noise would stretch the axis
 _ROOM = 12  # px kept free within the plane above and below
@@ -105,17 +105,20 @@ def _median(run: Run, setting: str, arm: str, metric: str) -> float | None:
 def growth_table(run: Run, growth: Growth) -> tuple[list[str], list[list[str]]]:
     """Head and rows: a column for each size, and the exponent at the end. Empty rows where nothing was measured."""
     series = growth_series(run, growth)
-    sizes = sorted({size for s in series for size, _ in s.points})
-    metric = run.claim.metric(growth.metric)
-    names = {float(size): setting for setting, size in growth.sizes.items()}
-    head = ["Arm", *(names[size] for size in sizes), "Exponent", "95% interval"]
+    names = _measured(series, growth)
+    head = [wording.labelled(run.claim.metric(growth.metric)), *names.values(), "Exponent", "95% interval"]
     rows = []
     for s in series:
         values = dict(s.points)
-        cells = [wording.number(values.get(size), 3) for size in sizes]
+        cells = [wording.number(values.get(size), 3) for size in names]
         rows.append([s.label, *cells, *exponent_text(s)])
-    head[0] = f"{metric.label}{f' ({metric.unit})' if metric.unit else ''}"
     return head, rows
+
+
+def _measured(series: Sequence[Series], growth: Growth) -> dict[float, str]:
+    """The sizes that any curve has, in order, and the settings that have them."""
+    names = {float(size): setting for setting, size in growth.sizes.items()}
+    return {size: names[size] for size in sorted({size for s in series for size, _ in s.points})}
 
 
 def exponent_text(series: Series) -> tuple[str, str]:
@@ -173,12 +176,6 @@ class Chart:
 
     title: str
     description: str
-    heading: str
-    height: int
-    top: int
-    bottom: int
-    left: float
-    right: float
     x_label: str
     y_label: str
     xticks: tuple[tuple[float, str], ...]
@@ -187,6 +184,10 @@ class Chart:
     marks: tuple[Mark, ...]
     legend: tuple[Key, ...]
     caption: str
+    height: int = _BOTTOM + 44
+    bottom: int = _BOTTOM
+    left: float = _LEFT
+    right: float = 100 - _RIGHT
 
 
 class _Scale:
@@ -230,11 +231,9 @@ def growth_chart(run: Run, growth: Growth) -> Chart | None:
     if not series:
         return None
     claim, metric = run.claim, run.claim.metric(growth.metric)
-    names = {float(size): setting for setting, size in growth.sizes.items()}
-    sizes = sorted({size for s in series for size, _ in s.points})
-    bottom = _TOP + _HEIGHT
-    across = _Scale(sizes, _LEFT, 100 - _RIGHT - 2, log=True)
-    up = _Scale([v for s in series for _, v in s.points], bottom - _ROOM, _TOP + _ROOM, log=True)
+    names = _measured(series, growth)
+    across = _Scale(list(names), _LEFT, 100 - _RIGHT - 2, log=True)
+    up = _Scale([v for s in series for _, v in s.points], _BOTTOM - _ROOM, _TOP + _ROOM, log=True)
     lines, marks, keys = [], [], []
     for letter, s in zip(LETTERS, series):
         strong = claim.arm(s.arm).role == "method"
@@ -243,19 +242,13 @@ def growth_chart(run: Run, growth: Growth) -> Chart | None:
         marks += [Mark(x, y, letter, strong) for x, y in places[-1:]]
         value, interval = exponent_text(s)
         keys.append(Key(letter, f"{s.label}: exponent {value} {interval}", strong))
-    said = "; ".join(f"{k.text}" for k in keys)
+    said = "; ".join(k.text for k in keys)
     return Chart(
         title=growth.text,
         description=f"{metric.label} against {growth.size_label}, both logarithmic. {said}.",
-        heading=growth.text,
-        height=bottom + 44,
-        top=_TOP,
-        bottom=bottom,
-        left=_LEFT,
-        right=100 - _RIGHT,
         x_label=growth.size_label,
-        y_label=f"{metric.label}{f' ({metric.unit})' if metric.unit else ''}",
-        xticks=tuple((across.at(size), names[size]) for size in sizes),
+        y_label=wording.labelled(metric),
+        xticks=tuple((across.at(size), name) for size, name in names.items()),
         yticks=tuple((up.at(t), wording.plain(t)) for t in up.ticks()),
         lines=tuple(lines),
         marks=tuple(_apart(marks)),
@@ -269,14 +262,13 @@ def frontier_chart(run: Run, frontier: Frontier) -> Chart | None:
     points = frontier_points(run, frontier)
     if not points:
         return None
-    claim = run.claim
+    claim, sentence = run.claim, front_sentence(run, frontier)
     x, y = claim.metric(frontier.x), claim.metric(frontier.y)
-    bottom = _TOP + _HEIGHT
     values = [p.y for p in points]
     across = _Scale([p.x for p in points], _LEFT + 2, 100 - _RIGHT - 2)
-    up = _Scale(values, bottom - _ROOM, _TOP + _ROOM)
+    up = _Scale(values, _BOTTOM - _ROOM, _TOP + _ROOM)
     if up.zeros:
-        up = _Scale(values, bottom - _ROOM - _FLOOR, _TOP + _ROOM)
+        up = _Scale(values, _BOTTOM - _ROOM - _FLOOR, _TOP + _ROOM)
     marks = [Mark(across.at(p.x), up.at(p.y), letter, p.front) for letter, p in zip(LETTERS, points)]
     front = sorted((m for m in marks if m.strong), key=lambda m: (m.x, m.y))
     lines = []
@@ -288,22 +280,15 @@ def frontier_chart(run: Run, frontier: Frontier) -> Chart | None:
     ]
     return Chart(
         title=frontier.text,
-        description=f"{y.label} against {x.label}. {front_sentence(run, frontier)}",
-        heading=frontier.text,
-        height=bottom + 44,
-        top=_TOP,
-        bottom=bottom,
-        left=_LEFT,
-        right=100 - _RIGHT,
-        x_label=f"{x.label}{f' ({x.unit})' if x.unit else ''}, {x.better} is better",
-        y_label=f"{y.label}{f' ({y.unit})' if y.unit else ''}, {y.better} is better",
+        description=f"{y.label} against {x.label}. {sentence}",
+        x_label=f"{wording.labelled(x)}, {x.better} is better",
+        y_label=f"{wording.labelled(y)}, {y.better} is better",
         xticks=tuple((across.at(t), wording.plain(t)) for t in across.ticks()),
         yticks=tuple((up.at(t), wording.plain(t) if t or not up.zeros else "≈0") for t in up.ticks()),
         lines=tuple(lines),
         marks=tuple(_apart(marks)),
         legend=tuple(keys),
-        caption=f"{front_sentence(run, frontier)} Medians over the {wording.units(claim.unit)}; "
-        "strong letters are on the front.",
+        caption=f"{sentence} Medians over the {wording.units(claim.unit)}; strong letters are on the front.",
     )
 
 

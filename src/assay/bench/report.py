@@ -193,7 +193,7 @@ def to_markdown(run: Run, verdict: Verdict) -> str:
         "",
     ]
     for t in c["tables"]:
-        head = ("Arm", "Role", "n", *(f"{m.label} ({m.unit})" if m.unit else m.label for m in t.metrics))
+        head = ("Arm", "Role", "n", *map(wording.labelled, t.metrics))
         rows = [
             (r.label, r.role, f"{r.n}" + f", {r.failed} failed" * bool(r.failed), *map(_cell_text, r.cells))
             for r in t.rows

@@ -377,7 +377,7 @@ def _planes(run: Run) -> list[str]:
     """The medians of all arms, where a claim is about where they stand among each other."""
     out = []
     for t in arm_tables(run) if run.claim.frontiers else ():
-        head = ("Arm", *(f"{m.label} ({m.unit})" if m.unit else m.label for m in t.metrics))
+        head = ("Arm", *map(wording.labelled, t.metrics))
         rows = [(r.label, *(c.value for c in r.cells)) for r in t.rows]
         title = wording.markdown_text(t.title)
         out += [f"All arms, {title}: medians over the {wording.units(run.claim.unit)}, measured here", ""]
@@ -390,9 +390,10 @@ def methods_table(results: Iterable[Result]) -> str:
     measured = {r["slug"]: r for r in results}
     lines = ["| Method | Family | What it is | Import | Measured |", "|---|---|---|---|---|"]
     for entry in _own():
-        line = f"`{import_line(registry.load(entry.slug))}`"
         if entry.members:
             line = f"compares {', '.join(entry.members)}"
+        else:
+            line = f"`{import_line(registry.load(entry.slug))}`"
         r = measured.get(entry.slug)
         answer = f"[{_answer(r)}](RESULTS.md#{entry.slug})" if r is not None else "not measured yet"
         what = wording.markdown_text(entry.title)

@@ -102,14 +102,18 @@ def plain(value: float) -> str:
     return f"{value:.6g}".replace("-", MINUS)
 
 
+def labelled(metric: Metric) -> str:
+    """What a metric is called for readers, with its unit: ``time (s)``."""
+    return f"{metric.label} ({metric.unit})" if metric.unit else metric.label
+
+
 def formula(statement: Statement, claim: Claim) -> str:
     """What the effect is, in words: method minus baseline, in nats."""
     metric = claim.metric(statement.metric)
-    unit = f" ({metric.unit})" if metric.unit else ""
-    operation = "divided by" if statement.scale == "ratio" else "minus"
-    unit = "" if statement.scale == "ratio" else unit
+    ratio = statement.scale == "ratio"
+    operation, what = ("divided by", metric.label) if ratio else ("minus", labelled(metric))
     other = "that of the baseline" if statement.baselines else f"the constant {plain(statement.constant or 0.0)}"
-    text = f"{metric.label}{unit} of {arm_label(claim, statement.method)}, {operation} {other}"
+    text = f"{what} of {arm_label(claim, statement.method)}, {operation} {other}"
     return text[:1].upper() + text[1:]
 
 

@@ -180,13 +180,10 @@ def _errors(shared: Target, result: Any) -> dict[str, float]:
     if shared.mixture is None:
         return found
     points, weights = result.particles.numpy(), result.weights.numpy()
-    masses = shared.mixture.masses(points, weights)
-    if shared.setting == "eight":  # mass within a distance of 1 of each mode, as the paper counts it
-        import numpy as np
-
-        means = np.asarray(shared.mixture.means)
-        near = ((points[:, None] - means) ** 2).sum(-1) < 1
-        masses = [float(weights[near[:, j]].sum()) for j in range(len(means))]
+    if shared.setting == "eight":  # as the paper counts it
+        masses = shared.mixture.masses_within(points, weights, 1.0)
+    else:
+        masses = shared.mixture.masses(points, weights)
     gap = [m - w for m, w in zip(masses, shared.mixture.weights)]
     error = math.sqrt(sum(g * g for g in gap)) if shared.setting == "eight" else abs(gap[-1])
     if math.isfinite(result.log_evidence):
@@ -230,8 +227,11 @@ def _sampler(shared: Target, path: str, **options: Any) -> Any:
 
 def _adam(shared: Target, replicate: int) -> dict[str, float]:
     """The paper's mode: a network trained by Adam at each time, particles of equal weight."""
-    options = {"solver": "adam", "weights": False, "train_steps": shared.train_steps}
-    return _pgps("B", n_particles=shared.adam_particles, **options)(shared, replicate)
+    return _pgps("B", n_particles=shared.adam_particles, **_by_adam(shared))(shared, replicate)
+
+
+def _by_adam(shared: Target) -> dict[str, Any]:
+    return {"solver": "adam", "weights": False, "train_steps": shared.train_steps}
 
 
 def _langevin(adjusted: bool) -> Callable[[Target, int], dict[str, float]]:
@@ -240,11 +240,10 @@ def _langevin(adjusted: bool) -> Callable[[Target, int], dict[str, float]]:
 
         from assay.statistics.pgps import langevin
 
-        step = 1e-3 if shared.setting == "eight" else 1e-2
         draw = torch.Generator().manual_seed(10 * shared.seed + 1)
         return _errors(
             shared,
-            langevin(shared.log_prob, shared.x0(), shared.iterations, step, adjusted=adjusted, generator=draw),
+            langevin(shared.log_prob, shared.x0(), shared.iterations, _move(shared), adjusted=adjusted, generator=draw),
         )
 
     return run
@@ -273,8 +272,6 @@ def _levels(shared: Target) -> int:
 
 
 def _smc(shared: Target, replicate: int) -> dict[str, float]:
-    import torch
-
     from assay.statistics.pgps import tempered_smc
 
     return _errors(
@@ -284,7 +281,7 @@ def _smc(shared: Target, replicate: int) -> dict[str, float]:
             shared.x0(),
             levels=_levels(shared),
             step_size=_move(shared),
-            generator=_draw(shared, torch),
+            generator=_draw(shared),
         ),
     )
 
@@ -297,10 +294,13 @@ def _path(shared: Target) -> Any:
 
 
 def _move(shared: Target) -> float:
+    """The step of Langevin moves, alone and within tempered SMC."""
     return 1e-3 if shared.setting == "eight" else 1e-2
 
 
-def _draw(shared: Target, torch: Any) -> Any:
+def _draw(shared: Target) -> torch.Generator:
+    import torch
+
     return torch.Generator().manual_seed(10 * shared.seed + 2)
 
 
@@ -308,28 +308,19 @@ def _timed(kind: str) -> Callable[[Target, int], Timed]:
     """A whole run of each sampler on the first target."""
 
     def run(shared: Target, replicate: int) -> Timed:
-        import torch
-
         from assay.statistics.pgps import svgd, tempered_smc
 
         x0 = shared.x0()
-        if kind == "lstsq":
-            sampler = _sampler(shared, "B")
-            return Timed(lambda: sampler.run(x0))
-        if kind == "adam":
-            steps = {"solver": "adam", "weights": False, "train_steps": shared.train_steps}
-            sampler = _sampler(shared, "B", **steps)
+        if kind in ("lstsq", "adam"):
+            sampler = _sampler(shared, "B", **(_by_adam(shared) if kind == "adam" else {}))
             return Timed(lambda: sampler.run(x0))
         if kind == "smc":
-            return Timed(
-                lambda: tempered_smc(_path(shared), x0, levels=_levels(shared), generator=_draw(shared, torch))
-            )
+            return Timed(lambda: tempered_smc(_path(shared), x0, levels=_levels(shared), generator=_draw(shared)))
         return Timed(lambda: svgd(shared.log_prob, x0, shared.iterations // 13, 0.1))  # of what it is given elsewhere
 
     return run
 
 
-WHERE = SETUPS
 EVERY = (*SETUPS, "own")
 
 
@@ -369,7 +360,7 @@ CLAIM = Claim(
             metric="error",
             method="pgps",
             baselines=("langevin", "mala", "svgd", "pfg"),
-            where=WHERE,
+            where=SETUPS,
             reported=Reported(
                 "error of the weights in 8 dimensions 0.3314 by Langevin dynamics; below it for all settings of PGPS",
                 "the setting 'eight', 1,000 particles",
@@ -390,7 +381,7 @@ CLAIM = Claim(
             metric="error",
             method="pgps",
             baselines=("smc",),
-            where=WHERE,
+            where=SETUPS,
             decides=False,
         ),
         Statement(

@@ -51,6 +51,12 @@ class GaussianMixture:
         nearest = ((x[:, None] - means) ** 2).sum(-1).argmin(1)
         return [float(w[nearest == j].sum()) for j in range(len(means))]
 
+    def masses_within(self, points: Any, weights: Any, radius: float) -> list[float]:
+        """Weighted share of points that lie nearer than ``radius`` to each of the means."""
+        x, w, means = np.asarray(points), np.asarray(weights), np.asarray(self.means)
+        near = ((x[:, None] - means) ** 2).sum(-1) < radius**2
+        return [float(w[near[:, j]].sum()) for j in range(len(means))]
+
 
 def far_modes() -> GaussianMixture:
     """Two equal modes at 0 and 8, begun from ``N(0, 9)``: the far one is beyond the start's reach."""

@@ -6,29 +6,48 @@ All return a :class:`~assay.statistics.pgps.PGPSResult` with equal weights and c
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from assay.statistics.pgps.path import Density, LwSPath
-from assay.statistics.pgps.sampler import PGPSResult, ess_of, systematic
+from assay.statistics.pgps.sampler import PGPSResult, ess_of, normal_like, systematic
 from assay.statistics.pgps.velocity import Velocity
 
 CHUNK = 2**24  # numbers of a kernel matrix that are held at a time
 
 
-def _result(x: Tensor, evaluations: int, log_evidence: float = math.nan) -> PGPSResult:
-    return PGPSResult(x, torch.full((len(x),), 1 / len(x), dtype=x.dtype), log_evidence, float(len(x)), (), evaluations)
-
-
-def _noise(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    return torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+def _result(x: Tensor, evaluations: int) -> PGPSResult:
+    return PGPSResult(x, torch.full((len(x),), 1 / len(x), dtype=x.dtype), math.nan, float(len(x)), (), evaluations)
 
 
 def _check(steps: int, step_size: float) -> None:
     if steps < 0 or not step_size > 0:
         raise ValueError(f"steps must not be negative and step_size positive, not {steps} and {step_size}")
+
+
+def _move(
+    evaluate: Callable[[Tensor], tuple[Tensor, ...]],
+    state: tuple[Tensor, Tensor, Tensor],
+    step_size: float,
+    adjusted: bool,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One Langevin move of ``(x, ln p, grad ln p)``; ``evaluate`` gives the last two. Adjusted: by Metropolis."""
+    x, value, score = state
+    y = x + step_size * score + math.sqrt(2 * step_size) * normal_like(x, generator)
+    value_y, score_y = evaluate(y)[:2]
+    if not adjusted:
+        return y, value_y, score_y
+    there = (y - x - step_size * score).square().sum(-1)
+    back = (x - y - step_size * score_y).square().sum(-1)
+    draw = torch.rand(len(x), generator=generator, dtype=x.dtype).to(x.device).log()
+    taken = draw < value_y - value + (there - back) / (4 * step_size)
+    rows = taken[:, None]
+    return torch.where(rows, y, x), torch.where(taken, value_y, value), torch.where(rows, score_y, score)
 
 
 def langevin(
@@ -45,21 +64,11 @@ def langevin(
     With ``adjusted`` each move is accepted by Metropolis (MALA), otherwise the bias of the step remains (ULA).
     """
     _check(steps, step_size)
-    density, x = Density(log_prob), x0
-    value, gradient = density(x)
+    density = Density(log_prob)
+    state = (x0, *density(x0))
     for _ in range(steps):
-        y = x + step_size * gradient + math.sqrt(2 * step_size) * _noise(x, generator)
-        value_y, gradient_y = density(y)
-        if adjusted:
-            there = (y - x - step_size * gradient).square().sum(-1)
-            back = (x - y - step_size * gradient_y).square().sum(-1)
-            ratio = value_y - value + (there - back) / (4 * step_size)
-            taken = torch.rand(len(x), generator=generator, dtype=x.dtype).to(x.device).log() < ratio
-        else:
-            taken = torch.ones(len(x), dtype=torch.bool, device=x.device)
-        x = torch.where(taken[:, None], y, x)
-        value, gradient = torch.where(taken, value_y, value), torch.where(taken[:, None], gradient_y, gradient)
-    return _result(x, density.calls)
+        state = _move(density, state, step_size, adjusted, generator)
+    return _result(state[0], density.calls)
 
 
 def sgld(
@@ -75,7 +84,7 @@ def sgld(
     _check(steps, step_size)
     density, x, kept = Density(log_prob), x0.reshape(1, -1), []
     for i in range(burn_in + steps):
-        x = x + step_size * density(x)[1] + math.sqrt(2 * step_size) * _noise(x, generator)
+        x = x + step_size * density(x)[1] + math.sqrt(2 * step_size) * normal_like(x, generator)
         if i >= burn_in:
             kept.append(x[0])
     return _result(torch.stack(kept), density.calls)
@@ -171,19 +180,8 @@ def tempered_smc(
             x, new, score = x[picked], new[picked], score[picked]
             log_w = torch.zeros_like(log_w)
         for _ in range(moves):
-            y = x + step_size * score + math.sqrt(2 * step_size) * _noise(x, generator)
-            new_y, score_y, _ = path.evaluate(t, y)
-            if adjusted:
-                there = (y - x - step_size * score).square().sum(-1)
-                back = (x - y - step_size * score_y).square().sum(-1)
-                draw = torch.rand(len(x), generator=generator, dtype=x.dtype).to(x.device).log()
-                taken = draw < new_y - new + (there - back) / (4 * step_size)
-                y = torch.where(taken[:, None], y, x)
-                new_y, score_y = torch.where(taken, new_y, new), torch.where(taken[:, None], score_y, score)
-            x, new, score = y, new_y, score_y
+            x, new, score = _move(partial(path.evaluate, t), (x, new, score), step_size, adjusted, generator)
         value = new
     if not math.isfinite(evidence):
         raise FloatingPointError("the log evidence is not finite: the density must be finite wherever particles may go")
-    weights = log_w.softmax(0)
-    ess = float(1 / weights.square().sum())
-    return PGPSResult(x, weights, evidence, ess, (), path.p0.calls + path.p1.calls - start)
+    return PGPSResult(x, log_w.softmax(0), evidence, ess_of(log_w), (), path.p0.calls + path.p1.calls - start)

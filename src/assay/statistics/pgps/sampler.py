@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from assay._state import load_state, save_state
-from assay.statistics.pgps.path import Density, LwSPath, gaussian
+from assay.statistics.pgps.path import LwSPath, gaussian
 from assay.statistics.pgps.velocity import Velocity, fit_adam, fit_least_squares, residual
 
 MOST_STEPS = 2000
@@ -97,6 +97,11 @@ def systematic(weights: Tensor, generator: torch.Generator | None = None) -> Ten
     start = torch.rand((), generator=generator, dtype=weights.dtype)
     places = (torch.arange(n, dtype=weights.dtype) + start) / n
     return torch.searchsorted(weights.cpu().cumsum(0), places).clamp(max=n - 1).to(weights.device)
+
+
+def normal_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Standard normal draws with the shape, dtype and device of ``x``, drawn on the CPU: the same on every device."""
+    return torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
 
 
 def ess_of(log_weights: Tensor) -> float:
@@ -253,9 +258,6 @@ class PGPS:
     def _calls(self) -> int:
         return sum(d.calls for d in (getattr(self.path, "p0", None), getattr(self.path, "p1", None)) if d is not None)
 
-    def _normal(self, like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=self.generator, dtype=like.dtype).to(like.device)
-
     def init(self, x0: Tensor | None = None) -> PGPSState:
         """Particles at ``t = 0``: draws of ``p0``, or ``x0`` ``[n, d]``, which should be.
 
@@ -322,7 +324,7 @@ class PGPS:
     def _langevin(self, t: float, x: Tensor, steps: int) -> Tensor:
         delta = self.langevin_step_size
         for _ in range(steps):
-            x = x + delta * self.path.evaluate(t, x)[1] + math.sqrt(2 * delta) * self._normal(x)
+            x = x + delta * self.path.evaluate(t, x)[1] + math.sqrt(2 * delta) * normal_like(x, self.generator)
         return x
 
     def run(self, x0: Tensor | None = None, *, callback: Callable[[PGPSState], object] | None = None) -> PGPSResult:
@@ -348,17 +350,11 @@ class PGPS:
             if callback is not None:
                 callback(state)
         state = replace(state, particles=self._langevin(state.t, state.particles, self.final_langevin))
-        weights = state.log_weights.softmax(0)
         return PGPSResult(
             particles=state.particles,
-            weights=weights,
+            weights=state.log_weights.softmax(0),
             log_evidence=state.log_evidence if self.weighted else math.nan,
-            ess=float(1 / weights.square().sum()),
+            ess=ess_of(state.log_weights),
             trace=state.trace,
             n_score_evals=self._calls() - self._count,
         )
-
-
-def as_density(log_prob: Any) -> Density:
-    """``log_prob`` as a :class:`~assay.statistics.pgps.Density`."""
-    return log_prob if isinstance(log_prob, Density) else Density(log_prob)
