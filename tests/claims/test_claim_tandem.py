@@ -33,8 +33,13 @@ def test_arms_train_test_and_decode(duel, name):
     found = CLAIM.arm(name).run(duel, 0)
     assert all(np.isfinite(list(found.values())))
     if name == "primary":
-        assert found["agreement"] == 1 and found["tv"] < 1e-6
+        assert found["agreement"] == 1 and found["tv"] < 1e-6 and found["alone"] == 1
         return
+    if name in ("mid-size", "deep"):  # no drafters: two of three layers; two layers for two tokens, and one for each
+        assert found["alone"] == pytest.approx(2 / 3 if name == "mid-size" else 1 / 3 + 1 / 3)
+        return
+    if name == "tandem-distil":
+        assert found["alone"] == pytest.approx(found["cost_ratio"] + 0.5)
     assert found["identical"] == 1 and 0 < found["cost_ratio"] < 1
     assert 0 <= found["accepted"] <= found["drafted"] <= 8
     expected = (1 + found["accepted"]) / (found["drafted"] * found["cost_ratio"] + 1)

@@ -174,14 +174,16 @@ def test_nothing_but_the_first_layers_runs(name):
 # -- masks are real skipping -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("drop_tokens", [False, True])
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_masking_equals_buckets(name, pad, drop_tokens):
+def test_masking_equals_buckets(name, pad, drop_tokens, use_cache):
+    """With a cache attention is computed for all rows and dropped, without one for the rows that need it."""
     if name == "t5" and drop_tokens:
         pytest.skip("tokens of a T5 cannot be dropped")
     model = switched(name)
-    given = arguments(name, pad=pad)
+    given = arguments(name, pad=pad) | {"use_cache": use_cache}
     mask = given.get("attention_mask")
     for seed in range(4):
         chosen = drawn(model, seed=seed, drop_tokens=drop_tokens, mask=mask)
@@ -216,6 +218,29 @@ def test_what_is_skipped_is_not_computed():
     ran.clear()
     model.generate(ids, decisions=Decisions.static(attn, ffn), max_new_tokens=3, do_sample=False)
     assert ran == [(0, "self_attn"), (0, "mlp"), (1, "mlp"), (2, "self_attn")] * 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_pass_computes_blocks_for_the_rows_that_need_them(name):
+    """Without a cache, and with gradients as well; rows of what a block reads tell how many it was computed for."""
+    model, given = switched(name), arguments(name) | {"use_cache": False}
+    chosen = drawn(model, seed=3)
+    mlps = [m for n, m in model.model.named_modules() if n.endswith((".mlp", ".fc1", ".DenseReluDense"))]
+    assert len(mlps) == model.layers
+    computed = {}
+    for i, mlp in enumerate(mlps):
+        mlp.register_forward_hook(lambda _, x, __, i=i: computed.update({i: len(x[0])}))
+    loss = model(**given, decisions=chosen).logits.square().mean()
+    wanted = chosen.ffn.sum(0).tolist()
+    for first in (0, 3) if model.encodes else (0,):
+        wanted[first] = 4
+    assert [computed.get(i, 0) for i in range(model.layers)] == wanted and min(wanted) < 4
+    ours = torch.autograd.grad(loss, list(model.model.parameters()), allow_unused=True)
+    loss = model(**given | {"use_cache": True}, decisions=chosen).logits.square().mean()
+    theirs = torch.autograd.grad(loss, list(model.model.parameters()), allow_unused=True)
+    for a, b in zip(ours, theirs, strict=True):  # a block that no row needs has no gradient, or one of zeros
+        if a is not None or (b is not None and bool(b.any())):
+            assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])

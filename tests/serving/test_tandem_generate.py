@@ -77,7 +77,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("which", ["pair", "alike"])
 def test_greedy_output_is_the_primarys_token_for_token(request, which, case, draft_length, device):
-    model = request.getfixturevalue(which).to(device)
+    model = copy.deepcopy(request.getfixturevalue(which)).to(device)  # the fixture stays where it is
     for seed in range(3):
         ids = prompt(seed=seed).to(device)
         expected = model.primary.generate(ids, do_sample=False, **CASES[case])
@@ -114,7 +114,66 @@ def test_a_twin_accepts_everything(alike):
     with drafting(twin, 4) as made:
         primary.generate(prompt(), assistant_model=twin.secondary, do_sample=False, max_new_tokens=21)
     assert made[0].rounds == [(4, 4)] * 4, "one token from the prompt, then five in each round"
-    assert not hasattr(primary.__dict__, "_get_candidate_generator")
+    assert "_get_candidate_generator" not in vars(primary)
+    # Drafts are scored by the processors that the primary's scores go through: nothing is rejected with them, either.
+    with drafting(twin, 4) as made:
+        primary.generate(
+            prompt(), assistant_model=twin.secondary, do_sample=False, max_new_tokens=21, repetition_penalty=1.6
+        )
+    assert made[0].rounds == [(4, 4)] * 4
+
+
+@pytest.mark.parametrize("new", [2, 3, 6, 8])
+def test_nothing_is_drafted_that_cannot_be_said(alike, new):
+    """The primary adds a token of its own to every draft, so a draft leaves room for it."""
+    with drafting(alike, 7) as made:
+        alike.primary.generate(prompt(), assistant_model=alike.secondary, do_sample=False, max_new_tokens=new)
+    said = 1
+    for drafted, accepted in made[0].rounds:
+        assert drafted == min(7, new - said - 1)
+        said += accepted + 1
+    assert said >= new - 1
+
+
+class Adapted(torch.nn.Module):
+    """A model around a model, which passes generate() on to the inner one, as adapters do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+    def generate(self, *args, **kwargs):
+        return self.inner.generate(*args, **kwargs)
+
+
+def test_a_primary_within_adapters_is_found_and_another_wrapper_is_refused(alike):
+    class Known(Adapted):
+        def get_base_model(self):
+            return self.inner
+
+    model = TandemModel(Known(alike.primary), alike.secondary, TandemConfig(layer_map=[0, 1, 2])).eval()
+    with drafting(model, 4) as made:
+        model.primary.generate(prompt(), assistant_model=model.secondary, do_sample=False, max_new_tokens=9)
+    assert len(made) == 1 and "_get_candidate_generator" not in vars(alike.primary)
+    assert torch.equal(
+        model.generate(prompt(), do_sample=False, max_new_tokens=9),
+        alike.primary.generate(prompt(), do_sample=False, max_new_tokens=9),
+    )
+    assert model.generate(prompt(), speculative=False, max_new_tokens=5).shape == (1, 14)
+    model = TandemModel(Adapted(alike.primary), alike.secondary).eval()
+    with pytest.raises(RuntimeError, match=r"Adapted.generate\(\) did not ask for the tandem's drafts"):
+        model.generate(prompt(), do_sample=False, max_new_tokens=9)
+
+
+@pytest.mark.parametrize(("threshold", "longest"), [(0.0, 6), (1.0, 1)])
+def test_thresholds_at_the_ends_of_a_router(alike, threshold, longest):
+    with drafting(alike, 6, Router(threshold)) as made:
+        alike.primary.generate(prompt(), assistant_model=alike.secondary, do_sample=False, max_new_tokens=25)
+    lengths = [n for n, _ in made[0].rounds]
+    assert set(lengths[:2]) == {longest} and max(lengths) == longest
 
 
 @pytest.mark.slow
@@ -368,6 +427,12 @@ def test_alone_stops_at_the_end_and_samples_by_seed(pair):
     out = pair.generate(ids, speculative=False, max_new_tokens=10, eos_token_id=stop, pad_token_id=0)
     first = said[0, 6:].tolist().index(stop)
     assert out[0, 6 : 7 + first].tolist() == said[0, 6 : 7 + first].tolist() and not out[0, 7 + first :].any()
+    config = pair.primary.generation_config
+    try:  # the model's own end and padding, as in generate() of transformers
+        config.eos_token_id, config.pad_token_id = stop, 0
+        assert torch.equal(pair.generate(ids, speculative=False, max_new_tokens=10), out)
+    finally:
+        config.eos_token_id = config.pad_token_id = None
     draws = [
         pair.generate(
             ids,
@@ -420,6 +485,36 @@ def test_a_trainer_trains_in_two_stages_and_its_checkpoint_loads(tmp_path):
     assert torch.equal(again(ids).logits, model(ids).logits)
     loss, out = trainer.compute_loss(model, {"input_ids": ids}, return_outputs=True)
     assert loss == out.loss
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_training_is_resumed_and_the_best_checkpoint_found_again(tmp_path, frozen):
+    data = [{"input_ids": row} for row in prompt(64, 16, 4)]
+
+    def trainer(steps, **more):
+        model = TandemModel(llama(3, 48, 1), llama(1, 32, 2), TandemConfig(freeze_primary=frozen))
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for linear in model.projections.maps:
+                linear.weight.normal_(0, 0.02)
+        options = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 16, "lr_scheduler_type": "constant"}
+        options |= {"lr_scheduler_kwargs": {}, "use_cpu": True, "learning_rate": 1e-2} | more
+        return TandemTrainer(model, training_arguments(tmp_path, **options), train_dataset=data, eval_dataset=data[:16])
+
+    through = trainer(6)
+    through.train()
+    resumed = trainer(6)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 6
+    for name, value in through.tandem.state_dict().items():
+        assert_close(resumed.tandem.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    again = TandemModel.load(tmp_path / "checkpoint-6", through.tandem.primary if frozen else None)
+    assert torch.equal(again(prompt()).logits, through.tandem.eval()(prompt()).logits)
+    # A learning rate that destroys the model makes an early checkpoint the best.
+    best = trainer(6, learning_rate=1.0, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
+    best.train()
+    losses = [row["eval_loss"] for row in best.state.log_history if "eval_loss" in row]
+    assert float(best.evaluate()["eval_loss"]) == pytest.approx(min(losses), rel=1e-5)
 
 
 def test_training_makes_drafts_better():

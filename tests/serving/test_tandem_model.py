@@ -288,6 +288,12 @@ def test_bad_input():
         model.initialise(tokens(), init="zeros")
     with pytest.raises(ValueError, match="fewer than two tokens"):
         model.initialise([])
+    with pytest.raises(ValueError, match="block_size must be an integer of at least 1, not 0"):
+        model(tokens(), block_size=0)
+    with torch.no_grad():
+        model.primary.model.embed_tokens.weight[3, 0] = float("nan")
+    with pytest.raises(ValueError, match="states of the primary must be finite"):
+        model.initialise(tokens())
 
 
 def test_a_gpt2_primary_can_feed_a_llama():

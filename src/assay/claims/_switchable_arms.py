@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from assay.serving.switchable import Decisions, PolicyLog, SwitchableModel
+    from assay.serving.switchable import Decisions, SwitchableModel
+    from assay.serving.switchable.training import Objective
 
 EXHAUSTIVE = 10  # decisions up to which all masks are tried
 
@@ -21,17 +23,18 @@ EXHAUSTIVE = 10  # decisions up to which all masks are tried
 class Trained:
     """What all arms of a replicate share: a model that stands missing blocks, data, and the policies trained so far.
 
-    ``draw(count, purpose)`` gives a batch: "train" goes on with every call, "validation" and "test" give the same one.
+    ``draw(count, purpose)`` gives the same batch whenever it is asked for one of "validation" or "test"; ``train``
+    draws batches for training. ``before`` is the model before it learned to stand missing blocks, and ``plain_steps``
+    are those in which it is trained without. ``sizes`` are the options of the workload.
     """
 
     base: Any
-    options: dict[str, Any]
+    before: Any
+    plain_steps: int
     draw: Callable[[int, str], dict[str, Any]]
     train: Callable[[int, torch.Generator], dict[str, Any]]
-    steps: int
-    batch: int
-    lr: float
-    tested: int
+    sizes: dict[str, Any]
+    base_lr: float
     seed: int
     tasks: tuple[str, ...] = ()
     memo: dict[Any, Any] = field(default_factory=dict)
@@ -42,6 +45,11 @@ class Trained:
             self.memo[key] = make()
         return self.memo[key]
 
+    @property
+    def tested(self) -> int:
+        """Rows for test, and for validation."""
+        return self.sizes["tested"]
+
 
 def switched(shared: Trained, candidates: tuple[str, ...]) -> SwitchableModel:
     """The shared model with a new policy; the model itself is not copied, since policies leave it alone."""
@@ -51,29 +59,54 @@ def switched(shared: Trained, candidates: tuple[str, ...]) -> SwitchableModel:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(shared.seed)
-        return make_switchable(shared.base, SwitchableConfig(candidates, **shared.options)).eval()
+        return make_switchable(shared.base, SwitchableConfig(candidates, eps=shared.sizes["eps"])).eval()
+
+
+def train_model(shared: Trained, steps: int, drop: float) -> None:
+    """Train the shared model itself, with blocks missing at random."""
+    from assay.serving import SwitchableTrainer
+
+    trainer = SwitchableTrainer(switched(shared, ("attention", "ffn")), shared.train, seed=shared.seed)
+    trainer.robustify(
+        steps, batch_size=shared.sizes["batch"], lr=shared.base_lr, drop=drop, warmup=min(100, max(1, steps))
+    )
+
+
+def not_robustified(shared: Trained) -> Trained:
+    """The same model, trained without missing blocks."""
+
+    def make() -> Trained:
+        other = replace(shared, base=copy.deepcopy(shared.before), memo={})
+        train_model(other, shared.plain_steps, 0.0)
+        return other
+
+    return shared.remember("not robustified", make)
 
 
 def trained_policy(
-    shared: Trained, candidates: tuple[str, ...], objective: str = "barrier", weight: float = 1.0
-) -> tuple[SwitchableModel, PolicyLog]:
+    shared: Trained,
+    candidates: tuple[str, ...],
+    objective: Objective = "barrier",
+    weight: float = 1.0,
+    baseline: bool = True,
+) -> SwitchableModel:
     """A policy after training, the same one for all arms that ask for it."""
 
-    def make() -> tuple[SwitchableModel, PolicyLog]:
+    def make() -> SwitchableModel:
         from assay.serving import SwitchableTrainer
 
         model = switched(shared, candidates)
-        trainer = SwitchableTrainer(model, shared.train, seed=shared.seed)
-        log = trainer.train_policy(
-            shared.steps,
-            batch_size=shared.batch,
-            lr=shared.lr,
+        SwitchableTrainer(model, shared.train, seed=shared.seed).train_policy(
+            shared.sizes["steps"],
+            batch_size=shared.sizes["batch"],
+            lr=shared.sizes["lr"],
             objective=objective,
             weight=weight,
+            baseline=baseline,
         )
-        return model, log
+        return model
 
-    return shared.remember((candidates, objective, weight), make)
+    return shared.remember((candidates, objective, weight, baseline), make)
 
 
 def measure(
@@ -227,22 +260,50 @@ def leaving_early(shared: Trained, model: SwitchableModel, most: float) -> dict[
                 prices.append(price(model, chosen, batch, False).mean().item())
         return outs, batch["labels"], prices
 
-    def leave(outs: list[Any], labels: Any, threshold: float) -> tuple[Any, Any]:
-        final, depth = outs[-1].clone(), torch.full((len(labels),), len(outs) - 1)
-        done = torch.zeros(len(labels), dtype=torch.bool)
-        for level, logits in enumerate(outs[:-1]):
+    def confidence(outs: list[Any], labels: Any) -> torch.Tensor:
+        """By level and row; nobody stays after the last level."""
+        levels = []
+        for logits in outs[:-1]:
             ours, _, counted = _aligned(logits, labels, model.encodes)
-            sure = ours.softmax(-1).amax(-1).masked_fill(~counted, 1.0).amin(1).cpu() >= threshold
-            now = sure & ~done
-            final[now.to(final.device)] = logits[now.to(final.device)]
-            depth[now] = level
-            done |= sure
-        return final, depth
+            levels.append(ours.softmax(-1).amax(-1).masked_fill(~counted, 1.0).amin(1).cpu())
+        return torch.stack([*levels, torch.full_like(levels[0], torch.inf)])
+
+    def depth_at(sure: torch.Tensor, threshold: float) -> torch.Tensor:
+        return (sure >= threshold).long().argmax(0)  # the first level that is sure enough
 
     outs, labels, prices = run("validation")
-    table = torch.tensor(prices)
-    tried = {t: table[leave(outs, labels, t)[1]].mean().item() for t in np.linspace(0.0, 1.0, 51)}
+    table, sure = torch.tensor(prices), confidence(outs, labels)
+    tried = {t: table[depth_at(sure, t)].mean().item() for t in np.linspace(0.0, 1.0, 51)}
     allowed = [t for t, cost in tried.items() if cost <= most] or [0.0]
     outs, labels, prices = run("test")
-    final, depth = leave(outs, labels, max(allowed))
+    depth = depth_at(confidence(outs, labels), max(allowed))
+    final = torch.stack(outs)[depth.to(outs[0].device), torch.arange(len(depth), device=outs[0].device)]
     return {**scores(final, labels, model.encodes), "cost": torch.tensor(prices)[depth].mean().item()}
+
+
+def prune(model: Any, chosen: Any) -> Any:
+    """The model with the blocks that the first row leaves out really taken away: what pruning by hand would give."""
+    import torch
+
+    class Less(torch.nn.Module):
+        """A GPT-2 layer without one or both of its blocks."""
+
+        def __init__(self, layer: Any, attn: bool, ffn: bool) -> None:
+            super().__init__()
+            self.parts = torch.nn.ModuleDict()
+            if attn:
+                self.parts.update({"ln_1": layer.ln_1, "attn": layer.attn})
+            if ffn:
+                self.parts.update({"ln_2": layer.ln_2, "mlp": layer.mlp})
+
+        def forward(self, h: torch.Tensor, cache: Any = None, mask: Any = None, *_: Any, **kw: Any) -> torch.Tensor:
+            kw.pop("encoder_attention_mask", None)
+            if "attn" in self.parts:
+                h = h + self.parts["attn"](self.parts["ln_1"](h), cache=cache, attention_mask=mask, **kw)[0]
+            return h + self.parts["mlp"](self.parts["ln_2"](h)) if "mlp" in self.parts else h
+
+    small = copy.deepcopy(model.model)
+    layers, attn, ffn = list(small.base_model.h), chosen.attn[0].tolist(), chosen.ffn[0].tolist()
+    kept = [Less(x, i == 0 or a, i == 0 or f) for i, (x, a, f) in enumerate(zip(layers, attn, ffn))]
+    small.base_model.h = torch.nn.ModuleList(layer for layer in kept if len(layer.parts))
+    return small

@@ -51,7 +51,8 @@ class Recipe:
 class Duel:
     """What all arms of a replicate share: the large model, the small one before training, data, and what is trained.
 
-    ``memo`` keeps trained drafters and reference outputs for the arms that need them again.
+    ``memo`` keeps trained drafters and reference outputs for the arms that need them again. ``scratch`` trains a model
+    of a kind that owes nothing to the large one, as long as that one.
     """
 
     primary: Any
@@ -60,6 +61,7 @@ class Duel:
     recipe: Recipe
     seed: int
     device: str
+    scratch: Callable[[str], Any] | None = None
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def random(self, purpose: int) -> np.random.Generator:
@@ -159,21 +161,10 @@ def optimise(
         schedule.step()
 
 
-def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of ``ids[:, 1:]`` under ``logits[:, :-1]``, in nat per token."""
-    import torch
+def train_primary(model: Any, source: Source, steps: int, seed: int, least: float) -> int:
+    """Train a model from scratch; go on while its accuracy on the second half of new chains is below ``least``.
 
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-
-
-def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Mean KL(teacher || student) over the positions that predict a token, in nat."""
-    ours, theirs = student[:, :-1].float().log_softmax(-1), teacher[:, :-1].float().log_softmax(-1)
-    return (theirs.exp() * (theirs - ours)).sum(-1).mean()
-
-
-def train_primary(model: Any, source: Source, steps: int, seed: int, least: float) -> None:
-    """Train the large model; go on while its accuracy on the second half of new chains is below ``least``.
+    Returns the steps that were made.
 
     Raises
     ------
@@ -182,6 +173,8 @@ def train_primary(model: Any, source: Source, steps: int, seed: int, least: floa
     """
     import torch
 
+    from assay.serving.tandem import tandem_loss
+
     random, accuracy = np.random.default_rng([seed, 0]), 0.0
     test = torch.from_numpy(source.held(128, np.random.default_rng([seed, 4])))
 
@@ -189,28 +182,44 @@ def train_primary(model: Any, source: Source, steps: int, seed: int, least: floa
         return (torch.from_numpy(source.draw(32, random)) for _ in range(count))
 
     def loss_of(ids: torch.Tensor, step: int) -> torch.Tensor:
-        return next_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
+        return tandem_loss(model(ids).logits, ids)
 
+    made = 0
     for part in range(1 + MOST_EXTRA):
         count = EXTRA_STEPS if part else steps
         model.train()
         optimise([{"params": list(model.parameters()), "lr": 5e-3}], count, loss_of, batches(count))
         model.eval()
+        made += count
         with torch.inference_mode():
-            right = model(input_ids=test).logits[:, :-1].argmax(-1) == test[:, 1:]
+            right = model(test).logits[:, :-1].argmax(-1) == test[:, 1:]
         accuracy = right[:, right.shape[1] // 2 :].float().mean().item()
         if accuracy > least:
-            return
+            return made
     raise RuntimeError(
-        f"the large model predicts {accuracy:.3f} of the symbols after {steps + MOST_EXTRA * EXTRA_STEPS} steps: it "
-        f"has not found the rule (above {least}), so that there is nothing to hand on"
+        f"the large model predicts {accuracy:.3f} of the symbols after {made} steps: it has not found the rule (above "
+        f"{least}), so that there is nothing to hand on"
     )
+
+
+def from_scratch(kind: str, symbols: int, source: Source, steps: int, seed: int) -> Any:
+    """A model of two of the large one's layers ("mid-size"), or one of its size as a deep tandem ("deep"), trained."""
+    from assay.serving.tandem import deep_tandem
+
+    if kind == "mid-size":
+        model = small_llama(symbols, 64, 2, 4, seed + 700)
+    else:
+        model = deep_tandem(small_llama(symbols, 64, 3, 4, seed + 800), 2)
+    train_primary(model, source, steps, seed, least=-1.0)
+    return model.eval()
 
 
 def drafter(duel: Duel, kind: str) -> Any:
     """The trained drafter of a kind: a causal language model for "small-...", a tandem for "tandem-..."."""
 
     def make() -> Any:
+        if duel.scratch is not None and not kind.startswith(("small", "tandem")):
+            return duel.scratch(kind).to(duel.device)
         model = untrained(duel, kind)
         _train(duel, model, kind)
         return model.eval()
@@ -240,6 +249,8 @@ def _train(duel: Duel, model: Any, kind: str) -> None:
     """Cross-entropy in the first half of the steps, and for distilled drafters half of it, half KL, in the second."""
     import torch
 
+    from assay.serving.tandem import tandem_loss
+
     recipe = duel.recipe
     tandem = kind.startswith("tandem")
     distils = kind.endswith("distil")
@@ -258,13 +269,10 @@ def _train(duel: Duel, model: Any, kind: str) -> None:
             logits, teacher = out.logits, out.primary_logits
         else:
             logits, teacher = model(input_ids=ids, use_cache=False).logits, None
-        loss = next_token_loss(logits, ids)
-        if not mixed:
-            return loss
-        if teacher is None:
+        if mixed and teacher is None:
             with torch.no_grad():
                 teacher = duel.primary(input_ids=ids, use_cache=False).logits
-        return 0.5 * loss + 0.5 * divergence(logits, teacher)
+        return tandem_loss(logits, ids, teacher, 0.5 if mixed else 0.0)
 
     model.train()
     optimise(groups, recipe.steps, loss_of, duel.batches(recipe.steps))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assay.bench.claim import Arm, Claim, Metric, Paper, Race, Reported, Scale, Statement, Timed
+from assay.claims._options import filled
 from assay.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ PAPER = Paper(
 BLOCKS = ("attention", "ffn")
 SEEDS = {"train": 0, "validation": 1, "test": 2}
 ENOUGH = 0.95  # exact match that the embedded model must reach before policies are trained for it
+WEIGHTS = (0.1, 1.0)  # of the cost, where it is added to the loss
 TRY = 200  # fewer steps than these are a try of the machinery, and no model is asked to have learned anything
 
 
@@ -66,8 +69,8 @@ class SwitchableTask:
         import numpy as np
         import torch
 
-        from assay.claims._switchable_arms import Trained, measure, switched
-        from assay.serving import Decisions, SwitchableTrainer
+        from assay.claims._switchable_arms import Trained, measure, switched, train_model
+        from assay.serving import Decisions
         from assay.workloads.digits import DigitTasks
 
         language, s = DigitTasks(self.tasks), self.sizes
@@ -85,12 +88,9 @@ class SwitchableTask:
             return batch(count, [seed, SEEDS[purpose], 7])
 
         base = small_gpt2(language.vocabulary, language.length, s["layers"], 64, seed).to(self.device)
-        shared = Trained(
-            base, {"eps": s["eps"]}, draw, train, s["steps"], s["batch"], s["lr"], s["tested"], seed, self.tasks
-        )
+        shared = Trained(base, copy.deepcopy(base), s["plain_steps"], draw, train, s, 2e-3, seed, self.tasks)
+        train_model(shared, s["base_steps"], s["drop"])
         model = switched(shared, BLOCKS)
-        trainer = SwitchableTrainer(model, train, seed=seed)
-        trainer.robustify(s["base_steps"], batch_size=s["batch"], drop=s["drop"], warmup=min(100, s["base_steps"]))
         everything = Decisions.full(s["tested"], model.layers, self.device)
         exact = measure(shared, model, everything, "validation")["exact"]
         if s["base_steps"] >= TRY and exact < ENOUGH:
@@ -101,13 +101,10 @@ class SwitchableTask:
         return shared
 
     def _own(self, seed: int) -> Trained:
-        import copy
-
         import torch
         from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-        from assay.claims._switchable_arms import Trained, switched
-        from assay.serving import SwitchableTrainer
+        from assay.claims._switchable_arms import Trained, train_model
 
         s = self.sizes
         loader: Any = AutoModelForSeq2SeqLM if self.encodes else AutoModelForCausalLM
@@ -127,14 +124,9 @@ class SwitchableTask:
         def draw(count: int, purpose: str) -> dict[str, torch.Tensor]:
             return stacked(parts[purpose][:count])
 
-        shared = Trained(
-            copy.deepcopy(base), {"eps": s["eps"]}, draw, train, s["steps"], s["batch"], s["lr"], s["tested"], seed
-        )
+        shared = Trained(copy.deepcopy(base), base, s["base_steps"], draw, train, s, 1e-4, seed)
         if s["base_steps"]:
-            trainer = SwitchableTrainer(switched(shared, BLOCKS), train, seed=seed)
-            trainer.robustify(
-                s["base_steps"], batch_size=s["batch"], lr=1e-4, drop=s["drop"], warmup=min(100, s["base_steps"])
-            )
+            train_model(shared, s["base_steps"], s["drop"])
         return shared
 
     def _race(self, seed: int) -> Wide:
@@ -165,6 +157,7 @@ def small_gpt2(vocabulary: int, positions: int, layers: int, width: int, seed: i
         n_embd=width,
         n_layer=layers,
         n_head=4,
+        activation_function="relu",  # GPT-2's own is a fifth of a training step on a CPU
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -191,6 +184,9 @@ class Instances:
         default=None,
         metadata={"help": "steps in which the model learns to stand missing blocks (0: leave it as it is)"},
     )
+    plain_steps: int | None = field(
+        default=None, metadata={"help": "steps of the embedded model that learns its tasks without missing blocks"}
+    )
     batch: int | None = field(default=None, metadata={"help": "rows in a training batch"})
     tested: int | None = field(default=None, metadata={"help": "rows for test, and as many for validation"})
     eps: float | None = field(
@@ -216,30 +212,23 @@ class Instances:
         defaults: dict[str, Any] = {
             "steps": 400,
             "base_steps": 500 if own else 1000,
+            "plain_steps": 400,
             "batch": 16 if own else 128,
             "tested": 200 if own else 1500,
-            "eps": 0.0,
-            "lr": 2e-3,
-            "drop": 0.25,
             "layers": 4,
             "longest": 128,
             "width": 256,
             "deep": 8,
             "timed_rows": 8,
         }
-        given = {name: getattr(self, name) for name in defaults}
-        sizes = {name: default if given[name] is None else given[name] for name, default in defaults.items()}
         least = {"layers": 2, "deep": 2, "base_steps": 0, "width": 4, "longest": 4}
-        for name, value in sizes.items():
-            option = f"--{name.replace('_', '-')}"
-            if name in ("eps", "drop", "lr"):
-                top = 1.0 if name == "drop" else float("inf")
-                if not 0 <= value <= top or (name == "lr" and not value):
-                    raise InputError(
-                        f"{option} must not be negative (--lr positive, --drop at most 1), but {value} came"
-                    )
-            elif value < least.get(name, 1):
-                raise InputError(f"{option} must be at least {least.get(name, 1)}, not {value}")
+        sizes = filled(self, defaults, least) | filled(
+            self, {"eps": 0.0, "drop": 0.25, "lr": 2e-3}, {"eps": 0, "drop": 0, "lr": 0}
+        )
+        if not sizes["lr"]:
+            raise InputError("--lr must be positive, not 0")
+        if sizes["drop"] > 1:
+            raise InputError(f"--drop must be at most 1, not {sizes['drop']}")
         if sizes["width"] % 4:
             raise InputError(f"--width must be a multiple of 4 heads, not {sizes['width']}")
         known: dict[str, Any] = {"limit": None, "device": device, "seed": seed, "sizes": sizes}
@@ -323,16 +312,23 @@ def _decides(candidates: tuple[str, ...] = BLOCKS, **how: Any) -> Callable[[Trai
     def run(shared: Trained, replicate: int) -> dict[str, float]:
         from assay.claims._switchable_arms import measure, trained_policy
 
-        return measure(shared, trained_policy(shared, candidates, **how)[0], None)
+        return measure(shared, trained_policy(shared, candidates, **how), None)
 
     return run
+
+
+def _unprepared(shared: Trained, replicate: int) -> dict[str, float]:
+    """A policy for the model that was trained as long without missing blocks."""
+    from assay.claims._switchable_arms import not_robustified
+
+    return _decides()(not_robustified(shared), replicate)
 
 
 def _policys(shared: Trained) -> tuple[Any, Any, float]:
     """The policy's model, its decisions on the test data, and their mean cost on the validation data."""
     from assay.claims._switchable_arms import measure, trained_policy
 
-    model, _ = trained_policy(shared, BLOCKS)
+    model = trained_policy(shared, BLOCKS)
     batch = shared.draw(shared.tested, "test")
     chosen = model.decide(batch["input_ids"], batch.get("attention_mask"), labels=batch["labels"])
     return model, chosen, measure(shared, model, None, "validation")["cost"]
@@ -380,42 +376,14 @@ def _timed(kind: str) -> Callable[[Wide, int], Timed]:
                 return small(ids).logits
 
         if kind == "pruned":
+            from assay.claims._switchable_arms import prune
+
             small = prune(model, chosen)
             return Timed(pruned, {"cost": model.cost(chosen, ids.shape[1]).mean().item()})
         cost = 1.0 if kind == "full" else model.cost(chosen, ids.shape[1]).mean().item()
         return Timed(call, {"cost": cost})
 
     return run
-
-
-def prune(model: Any, chosen: Any) -> Any:
-    """The model with the blocks that the first row leaves out really taken away: what pruning by hand would give."""
-    import copy
-
-    import torch
-
-    class Less(torch.nn.Module):
-        """A GPT-2 layer without one or both of its blocks."""
-
-        def __init__(self, layer: Any, attn: bool, ffn: bool) -> None:
-            super().__init__()
-            self.parts = torch.nn.ModuleDict()
-            if attn:
-                self.parts.update({"ln_1": layer.ln_1, "attn": layer.attn})
-            if ffn:
-                self.parts.update({"ln_2": layer.ln_2, "mlp": layer.mlp})
-
-        def forward(self, h: torch.Tensor, cache: Any = None, mask: Any = None, *_: Any, **kw: Any) -> torch.Tensor:
-            kw.pop("encoder_attention_mask", None)
-            if "attn" in self.parts:
-                h = h + self.parts["attn"](self.parts["ln_1"](h), cache=cache, attention_mask=mask, **kw)[0]
-            return h + self.parts["mlp"](self.parts["ln_2"](h)) if "mlp" in self.parts else h
-
-    small = copy.deepcopy(model.model)
-    layers, attn, ffn = list(small.base_model.h), chosen.attn[0].tolist(), chosen.ffn[0].tolist()
-    kept = [Less(x, i == 0 or a, i == 0 or f) for i, (x, a, f) in enumerate(zip(layers, attn, ffn))]
-    small.base_model.h = torch.nn.ModuleList(layer for layer in kept if len(layer.parts))
-    return small
 
 
 def _arms() -> tuple[Arm, ...]:
@@ -430,7 +398,13 @@ def _arms() -> tuple[Arm, ...]:
         Arm("attention", _decides(("attention",)), "ablation", "policy on attention", **here),
         Arm("ffn", _decides(("ffn",)), "ablation", "policy on feed-forward", **here),
         Arm("tokens", _decides((*BLOCKS, "token")), "ablation", "policy on tokens as well", where=("digits",)),
-        Arm("weighted", _decides(objective="weighted", weight=1.0), "ablation", "loss + cost", **here),
+        *(
+            Arm(f"weighted-{w:g}", _decides(objective="weighted", weight=w), "ablation", f"loss + {w:g} x cost", **here)
+            for w in WEIGHTS
+        ),
+        Arm("quality-only", _decides(objective="quality"), "ablation", "loss alone", **here),
+        Arm("no-baseline", _decides(baseline=False), "ablation", "policy gradient without a baseline", **here),
+        Arm("unprepared", _unprepared, "ablation", "policy for a model that never missed a block", **here),
         Arm("time-full", _timed("full"), "reference", "whole model", **race),
         Arm("time-policy", _timed("policy"), "method", "policy decides, half the blocks run", **race),
         Arm("time-given", _timed("given"), "ablation", "the same blocks, known before", **race),
@@ -510,10 +484,20 @@ CLAIM = Claim(
         ),
         Statement(
             name="constraint",
-            text="The constraint keeps more answers right than the sum of loss and cost (each at its own cost)",
+            text="The constraint keeps more answers right than a sum of loss and cost (each at its own cost)",
             metric="exact",
             method="policy",
-            baselines=("weighted",),
+            baselines=tuple(f"weighted-{w:g}" for w in WEIGHTS),
+            where=WHERE,
+            decides=False,
+        ),
+        Statement(
+            name="prepared",
+            text="A model that learned to stand missing blocks lets the policy leave out more than one that did not",
+            metric="cost",
+            method="policy",
+            baselines=("unprepared",),
+            scale="ratio",
             where=WHERE,
             decides=False,
         ),
@@ -536,6 +520,7 @@ CLAIM = Claim(
             {
                 "steps": 20,
                 "base_steps": 30,
+                "plain_steps": 10,
                 "batch": 16,
                 "tested": 50,
                 "layers": 2,
@@ -550,6 +535,7 @@ CLAIM = Claim(
             {
                 "steps": 400,
                 "base_steps": 1000,
+                "plain_steps": 400,
                 "batch": 128,
                 "tested": 1500,
                 "layers": 4,
@@ -595,7 +581,8 @@ print(model.cost(model.last_decisions, 8).mean())    # operations, of the whole 
         "The three tasks need different amounts of work, so that the best blocks depend on the input: see cost by "
         "task. A policy that makes one mask for all inputs has collapsed to a static one; 'masks' counts them.",
         "The model is trained with blocks missing at random (each with probability 0.25), without which leaving any "
-        "out would ruin it. All arms share that model.",
+        "out would ruin it. All arms share that model but one, which learned without (see --plain-steps; a model of "
+        "yours is trained as long as the other).",
         "Static masks, chance and leaving early may cost what the policy costs on validation data; static masks are "
         "tried exhaustively. Leaving early judges a whole answer by its least confident token, which decoding could "
         "only do at the end: a bound in its favour; against it is that the head was not trained to read early layers. "

@@ -34,6 +34,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "TandemConfig": "tandem",
         "TandemModel": "tandem",
         "TandemTrainer": "tandem",
+        "deep_tandem": "tandem",
         "fit_router": "tandem",
     },
 )

@@ -38,8 +38,9 @@ class Active:
 
     ``decide`` is called with the first layer's output where ``decisions`` are not known yet. With ``skip`` blocks
     that no row needs are not computed, and tokens that are dropped leave the sequence; all rows then agree. Otherwise
-    everything is computed, and dropped. ``first`` is an output of the first layer to be used instead of computing it.
-    ``stop`` ends the pass after the first layer.
+    a block is computed for the rows that need it (attention that fills a cache: for all), and dropped tokens are
+    masked. ``first`` is an output of the first layer to be used instead of computing it. ``stop`` ends the pass after
+    the first layer.
     """
 
     decisions: Decisions | None
@@ -50,6 +51,15 @@ class Active:
     after_first: Tensor | None = None
     kept: Tensor | None = None
     plan: dict[str, list[bool]] | None = None
+    gates: dict[str, Tensor] | None = None
+
+    def rows(self, block: str, at: _Place) -> Tensor:
+        """The rows that need a block. Decisions come to the CPU once a pass, not once a block."""
+        if self.gates is None:
+            assert self.decisions is not None
+            d = self.decisions.to("cpu")
+            self.gates = {"attn": d.attn, "ffn": d.ffn, "cross": d.crossed}
+        return self.gates[block][:, at.index].nonzero()[:, 0]
 
     def runs(self, block: str, at: _Place) -> bool:
         """Whether a block runs, where all rows agree; the first layer of a stack always does."""
@@ -226,18 +236,51 @@ def _gate(column: Tensor, h: Tensor, batch: int) -> Tensor:
 
 
 def _apply(
-    active: Active, block: str, at: _Place, h: Tensor, alive: Tensor | None, compute: Callable[[], Tensor]
+    active: Active,
+    block: str,
+    at: _Place,
+    h: Tensor,
+    alive: Tensor | None,
+    compute: Callable[[Tensor, Tensor | None], Tensor],
+    apart: bool = True,
 ) -> Tensor:
-    """``h`` after a block, for the rows that need it and the tokens that are left."""
+    """``h`` after a block, for the rows that need it and the tokens that are left.
+
+    ``compute`` takes states and the rows that they are of (``None``: all). Where rows are not ``apart``, since they
+    fill a cache together, all are computed.
+    """
     if active.skip:
-        return compute() if active.runs(block, at) else h
-    new = compute()
+        return compute(h, None) if active.runs(block, at) else h
     decisions = active.decisions
     if not at.place or decisions is None:  # the first layer of each stack, from which caches take their length
-        return new
-    gates = {"attn": decisions.attn, "ffn": decisions.ffn, "cross": decisions.crossed}[block]
-    keep = _gate(gates[:, at.index], h, len(h))[:, None, None]
-    return torch.where(keep if alive is None else keep & alive[..., None], new, h)
+        return compute(h, None)
+    if not apart or len(decisions) != len(h):
+        gates = {"attn": decisions.attn, "ffn": decisions.ffn, "cross": decisions.crossed}[block]
+        keep = _gate(gates[:, at.index], h, len(h))[:, None, None]
+        return torch.where(keep if alive is None else keep & alive[..., None], compute(h, None), h)
+    rows = active.rows(block, at)
+    if len(rows) == len(h):
+        new = compute(h, None)
+    elif len(rows):
+        rows = rows.to(h.device)
+        some = compute(h[rows], rows)
+        new = h.to(some.dtype).index_copy(0, rows, some)
+    else:
+        return h
+    return new if alive is None else torch.where(alive[..., None], new, h)
+
+
+def _of_rows(value: Any, rows: Tensor | None, batch: int) -> Any:
+    """What an argument (a tensor, or a tuple or dict of them) holds for some rows; what is for all stays."""
+    if rows is None:
+        return value
+    if isinstance(value, dict):
+        return {name: _of_rows(v, rows, batch) for name, v in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_of_rows(v, rows, batch) for v in value)
+    if isinstance(value, Tensor) and value.ndim > 1 and len(value) == batch:
+        return value[rows]
+    return value
 
 
 def _after_first(active: Active, at: _Place, h: Tensor) -> None:
@@ -308,12 +351,16 @@ def _run(active: Active, layer: Any, family: Family, at: _Place, h: Tensor, kw: 
         active.after_first = h
         return _leave(active, at, h)
     alive, kw = _narrow(active, at, h, kw)
-    h = _apply(active, "attn", at, h, alive, lambda: family.attention(layer, h, kw))
+    batch, apart = len(h), kw.get("cache") is None
+
+    def attention(x: Tensor, rows: Tensor | None) -> Tensor:
+        return family.attention(layer, x, _of_rows(kw, rows, batch))
+
+    h = _apply(active, "attn", at, h, alive, attention, apart)
     if family.cross is not None and kw.get("encoder_hidden_states") is not None:
-        cross = family.cross
-        seen = _source(active, h, kw)
-        h = _apply(active, "cross", at, h, alive, lambda: cross(layer, h, seen))
-    h = _apply(active, "ffn", at, h, alive, lambda: family.ffn(layer, h))
+        cross, seen = family.cross, _source(active, h, kw)
+        h = _apply(active, "cross", at, h, alive, lambda x, rows: cross(layer, x, _of_rows(seen, rows, batch)), apart)
+    h = _apply(active, "ffn", at, h, alive, lambda x, _: family.ffn(layer, x))
     return _return(active, at, h)
 
 
@@ -402,21 +449,26 @@ def _run_t5(active: Active, layer: Any, at: _Place, h: Tensor, args: Any, kwargs
     given = at.index == 0 and active.first is not None
     mask = kw.pop("attention_mask", None)
     state: dict[str, Any] = {"bias": bias, "cross": cross_bias}
+    batch, apart = len(h), all(kw.get(name) is None for name in ("cache", "past_key_values"))
 
-    def attention() -> Tensor:
-        out, state["bias"], _ = layer.layer[0](h, attention_mask=mask, position_bias=bias, **kw)
+    def attention(x: Tensor, rows: Tensor | None) -> Tensor:
+        few = _of_rows(kw | {"attention_mask": mask, "position_bias": bias}, rows, batch)
+        out, found, _ = layer.layer[0](x, **few)
+        if rows is None:  # the first layer makes the bias, for all
+            state["bias"] = found
         return out
 
-    def cross() -> Tensor:
-        out, state["cross"], _ = layer.layer[1](
-            h, key_value_states=source, attention_mask=source_mask, position_bias=cross_bias, **kw
-        )
+    def cross(x: Tensor, rows: Tensor | None) -> Tensor:
+        more = {"key_value_states": source, "attention_mask": source_mask, "position_bias": cross_bias}
+        out, found, _ = layer.layer[1](x, **_of_rows(kw | more, rows, batch))
+        if rows is None:
+            state["cross"] = found
         return out
 
-    h = _apply(active, "attn", at, h, None, attention)
+    h = _apply(active, "attn", at, h, None, attention, apart)
     if layer.is_decoder and source is not None:
-        h = _apply(active, "cross", at, h, None, cross)
-    h = _apply(active, "ffn", at, h, None, lambda: layer.layer[-1](h))
+        h = _apply(active, "cross", at, h, None, cross, apart)
+    h = _apply(active, "ffn", at, h, None, lambda x, _: layer.layer[-1](x))
     if given:
         assert active.first is not None
         h = active.first

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from assay._state import load_state, save_state
+from assay.serving._saved import reference, saved_model
 from assay.serving.switchable.decisions import Decisions, relative_cost, sizes
 from assay.serving.switchable.layers import Active, FirstLayerDone, Mixed, install, running, stacks
 from assay.serving.switchable.policy import Policy, log_probability
@@ -314,8 +315,9 @@ class SwitchableModel(nn.Module):
         decisions
             What runs; by default what the policy finds likelier than not, ``"sample"`` draws from it.
         mode
-            ``"mask"`` (default): everything is computed, and dropped where it does not run; for training. ``"bucket"``:
-            rows with equal decisions run together, and what does not run is not computed.
+            ``"mask"`` (default): one pass, in which a block is computed for the rows that need it (attention: if
+            ``use_cache`` is false; otherwise it is computed for all rows, and dropped) and dropped tokens are masked.
+            ``"bucket"``: rows with equal decisions run together, and what does not run is not computed.
         first
             Output of the first layer for these rows, where it is known already (mode "mask", given decisions).
         """
@@ -475,8 +477,7 @@ class SwitchableModel(nn.Module):
         The model is kept by reference (the name or folder that it was loaded from), unless ``save_model``.
         """
         folder = Path(folder)
-        source = getattr(self.config, "_name_or_path", "") or None
-        state = {"options": asdict(self.options), "model": source, "encodes": self.encodes}
+        state = {"options": asdict(self.options), "model": reference(self.model), "encodes": self.encodes}
         written = save_state(folder, "SwitchableModel", state, dict(self.policy.state_dict()))
         if save_model:
             self.model.save_pretrained(folder / "model")
@@ -499,12 +500,8 @@ class SwitchableModel(nn.Module):
         folder = Path(folder)
         state, tensors = load_state(folder, "SwitchableModel", torch_tensors=True)
         if model is None:
-            inside = folder / "model"
-            source = str(inside) if inside.is_dir() else state["model"]
-            if source is None:
-                raise ValueError(f"{folder} does not say where its model is; give it as model")
             loader: Any = AutoModelForSeq2SeqLM if state["encodes"] else AutoModelForCausalLM
-            model = loader.from_pretrained(source, local_files_only=True)
+            model = saved_model(folder, "model", state["model"], loader)
         switched = cls(model, SwitchableConfig(**state["options"]))
         switched.policy.load_state_dict(tensors)
         return switched.eval()
@@ -521,7 +518,7 @@ def token_loss(
     ``first`` is the output of the first layer, where it is known.
     """
     labels = batch["labels"]
-    given = {k: v for k, v in batch.items() if k != "labels"}
+    given = {"use_cache": False} | {k: v for k, v in batch.items() if k != "labels"}
     if model.encodes and "decoder_input_ids" not in given:
         given["decoder_input_ids"] = model.model.prepare_decoder_input_ids_from_labels(labels=labels)
     logits = model(**given, decisions=decisions, first=first).logits

@@ -10,6 +10,7 @@ Source: "Tandem Transformers for Inference Efficient LLMs" (ICML 2024).
 """
 
 from assay.serving.tandem.adapters import SUPPORTED, StackedProjections
+from assay.serving.tandem.deep import deep_tandem
 from assay.serving.tandem.model import (
     TandemConfig,
     TandemModel,
@@ -32,6 +33,7 @@ __all__ = [
     "TandemModel",
     "TandemOutput",
     "TandemTrainer",
+    "deep_tandem",
     "drafting",
     "expected_accepted",
     "fit_router",

@@ -74,12 +74,18 @@ def positions_of(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
+def unwrapped(model: Any) -> Any:
+    """The model whose ``generate`` runs: the inner one, if adapters were put around it."""
+    inner = getattr(model, "get_base_model", None)
+    return inner() if callable(inner) else model
+
+
 _ARGUMENTS: dict[type, str] = {}
 
 
 def cache_argument(model: Any) -> str:
     """What this release of transformers calls the cache in a model's forward."""
-    kind = type(model)
+    kind = type(unwrapped(model))
     if kind not in _ARGUMENTS:  # a signature takes as long to read as a small layer to run
         _ARGUMENTS[kind] = "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
     return _ARGUMENTS[kind]
@@ -175,7 +181,10 @@ class StackedProjections(nn.Module):
         super().__init__()
         self.sources = list(sources)
         self.maps: Any = nn.ModuleList(nn.Linear(inputs, outputs) for _ in sources)
-        linear: Any
+        self.randomise(std)
+
+    def randomise(self, std: float = 0.02) -> None:
+        """Weights from N(0, std^2), no bias."""
         for linear in self.maps:
             nn.init.normal_(linear.weight, std=std)
             nn.init.zeros_(linear.bias)

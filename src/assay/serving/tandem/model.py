@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
 from assay._state import load_state, save_state
+from assay.serving._saved import reference, saved_model
 from assay.serving.tandem.adapters import (
     StackedProjections,
     call,
@@ -274,14 +275,13 @@ class TandemModel(nn.Module):
         """
         if input_ids.ndim != 2 or not input_ids.shape[1]:
             raise ValueError(f"input_ids must be [batch, tokens] with at least one token, not {tuple(input_ids.shape)}")
+        size = self.tandem_config.block_size if block_size is None else block_size
         weight = self.tandem_config.distil_weight if distil_weight is None else distil_weight
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = positions_of(mask)
         large = self.read(input_ids, attention_mask, position_ids=positions)
         context = self.project(large.hidden_states, positions)
-        allow = tandem_mask(
-            positions, block_size or self.tandem_config.block_size, None if attention_mask is None else mask.bool()
-        )
+        allow = tandem_mask(positions, size, None if attention_mask is None else mask.bool())
         dtype = context[0][0].dtype
         bias = torch.zeros(allow.shape, dtype=dtype, device=allow.device)
         bias.masked_fill_(~allow, torch.finfo(dtype).min)
@@ -316,9 +316,7 @@ class TandemModel(nn.Module):
         if init not in ("ridge", "random"):
             raise ValueError(f"init must be 'ridge' or 'random', not {init!r}")
         if init == "random":
-            for linear in self.projections.maps:
-                nn.init.normal_(linear.weight, std=0.02)
-                nn.init.zeros_(linear.bias)
+            self.projections.randomise()
             return self
         training = self.training
         self.eval()
@@ -337,6 +335,9 @@ class TandemModel(nn.Module):
                 break
         if tokens < 2:
             raise ValueError("batches hold fewer than two tokens, from which nothing can be regressed")
+        for name, kept_by in (("primary", large.values()), ("secondary", small)):
+            if not all(bool(torch.isfinite(states).all()) for kept in kept_by for states in kept):
+                raise ValueError(f"hidden states of the {name} must be finite, but hold infinities or NaN")
         for linear, source, kept in zip(self.projections.maps, self.projections.sources, small):
             weight, bias = ridge_projection(torch.cat(large[source]), torch.cat(kept), ridge)
             linear.weight.copy_(weight)
@@ -373,7 +374,7 @@ class TandemModel(nn.Module):
         **generate_kwargs
             As for ``transformers``: all of it for speculative generation; ``max_new_tokens``, ``do_sample``,
             ``temperature``, ``top_k``, ``top_p``, ``eos_token_id``, ``pad_token_id``, ``attention_mask``, ``generator``
-            otherwise.
+            otherwise, where ``eos_token_id`` and ``pad_token_id`` default to those of the primary's generation config.
         """
         from assay.serving.tandem import speculate
 
@@ -396,8 +397,8 @@ class TandemModel(nn.Module):
         options = asdict(self.tandem_config)
         if not isinstance(self.tandem_config.layer_map, str):
             options["layer_map"] = list(self.tandem_config.layer_map)
-        source = getattr(self.primary.config, "_name_or_path", "") or None
-        written = save_state(folder, "TandemModel", {"options": options, "primary": source}, tensors)
+        state = {"options": options, "primary": reference(self.primary)}
+        written = save_state(folder, "TandemModel", state, tensors)
         self.secondary.save_pretrained(folder / "secondary")
         if save_primary:
             self.primary.save_pretrained(folder / "primary")
@@ -426,11 +427,7 @@ class TandemModel(nn.Module):
         state, tensors = load_state(folder, "TandemModel", torch_tensors=True)
         loader: Any = AutoModelForCausalLM
         if primary is None:
-            inside = folder / "primary"
-            source = str(inside) if inside.is_dir() else state["primary"]
-            if source is None:
-                raise ValueError(f"{folder} does not say where its primary is; give it as primary")
-            primary = loader.from_pretrained(source, local_files_only=True)
+            primary = saved_model(folder, "primary", state["primary"], loader)
         secondary_folder = folder / "secondary"
         dtype = json.loads((secondary_folder / "config.json").read_text()).get("dtype") or "float32"
         secondary = loader.from_pretrained(secondary_folder, local_files_only=True, dtype=getattr(torch, dtype))

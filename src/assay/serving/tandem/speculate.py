@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from assay.serving.tandem.adapters import call, positions_of, rotations, step
+from assay.serving.tandem.adapters import call, positions_of, rotations, step, unwrapped
 from assay.serving.tandem.router import Router, confident
 
 if TYPE_CHECKING:
@@ -200,11 +200,12 @@ def drafting(
         )
         return made[-1]
 
-    model.primary._get_candidate_generator = make  # transformers has no registry; an attribute hides the method
+    primary = unwrapped(model.primary)
+    primary._get_candidate_generator = make  # transformers has no registry; an attribute hides the method
     try:
         yield made
     finally:
-        del model.primary._get_candidate_generator
+        del primary._get_candidate_generator
 
 
 def generate(
@@ -225,8 +226,14 @@ def generate(
     for name in ("num_beams", "num_return_sequences"):
         if (kwargs.get(name) or 1) > 1:
             raise ValueError(f"{name} must be 1 for speculative generation, not {kwargs[name]}")
-    with drafting(model, draft_length, adaptive):
-        return model.primary.generate(inputs, assistant_model=model.secondary, **kwargs)
+    with drafting(model, draft_length, adaptive) as made:
+        out = model.primary.generate(inputs, assistant_model=model.secondary, **kwargs)
+    if not made:  # the text would be right, but drafted by the secondary alone
+        raise RuntimeError(
+            f"{type(model.primary).__name__}.generate() did not ask for the tandem's drafts; give the model inside it "
+            "as primary"
+        )
+    return out
 
 
 @torch.no_grad()
@@ -261,8 +268,11 @@ def generate_alone(
             processors.append(TopKLogitsWarper(top_k))
         if top_p < 1:
             processors.append(TopPLogitsWarper(top_p))
-    stops = torch.tensor([] if eos_token_id is None else [eos_token_id], device=inputs.device).flatten()
-    pad = pad_token_id if pad_token_id is not None else int(stops[0]) if len(stops) else 0
+    own = unwrapped(model.primary).generation_config
+    eos = own.eos_token_id if eos_token_id is None else eos_token_id
+    stops = torch.tensor([] if eos is None else [eos], device=inputs.device).flatten()
+    pads = (pad_token_id, own.pad_token_id, int(stops[0]) if len(stops) else 0)
+    pad = next(token for token in pads if token is not None)
     ids, mask = inputs, attention_mask
     alive = torch.ones(len(ids), 1, dtype=torch.bool, device=ids.device)
     large = DynamicCache(config=model.primary.config)

@@ -106,4 +106,23 @@ class TandemTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Checkpoints hold the tandem as :meth:`TandemModel.save` writes it."""
-        self.tandem.save(output_dir or str(self.args.output_dir))
+        trained = not self.tandem.tandem_config.freeze_primary  # then the model that was given is no longer it
+        self.tandem.save(output_dir or str(self.args.output_dir), save_primary=trained)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Read what :meth:`_save` wrote."""
+        inside = (Path(resume_from_checkpoint) / "primary").is_dir()
+        saved = TandemModel.load(resume_from_checkpoint, None if inside else self.tandem.primary)
+        self.tandem.load_state_dict(saved.state_dict())
+
+    def _load_best_model(self) -> None:
+        """Go back to the checkpoint with the best metric."""
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """Labels default to the tokens, as in training."""
+        if inputs.get("labels") is None:
+            inputs = {**inputs, "labels": inputs["input_ids"]}
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
