@@ -14,6 +14,7 @@ from assay.bench.claim import Timed
 from assay.claims import _switchable_arms as compared
 from assay.claims.switchable import BLOCKS, CLAIM, TRY
 from assay.errors import InputError
+from assay.serving import Decisions
 
 CARD = Path(__file__).parents[2] / "docs" / "methods" / "switchable.md"
 SMOKE = dict(CLAIM.scales["smoke"].options)
@@ -42,11 +43,16 @@ def test_arms_decide_and_are_tested(shared, name):
 
 @pytest.mark.parametrize("name", arms("forward"))
 def test_timed_arms_compute_what_they_should(name):
-    wide = CLAIM.workload(**SMOKE | {"deep": 4}).build(device="cpu", seed=0).prepare("forward", 1)
+    rows = 2 if name == "time-mixed" else 1
+    wide = CLAIM.workload(**SMOKE | {"deep": 4, "timed_rows": rows}).build(device="cpu", seed=0).prepare("forward", 1)
     timed = CLAIM.arm(name).run(wide, 1)
     assert isinstance(timed, Timed)
     chosen = wide.switched.decide(wide.ids)
     assert chosen.attn[0].tolist() == [True, True, False, True] and chosen.ffn[0].tolist() == [True, False, True, False]
+    if name == "time-mixed":
+        attn, ffn = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1]]), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1]])
+        chosen = Decisions(attn[: len(wide.ids)], ffn[: len(wide.ids)])
+        assert len(chosen.buckets()) == 2
     with torch.no_grad():
         expected = wide.switched(wide.ids, decisions=chosen).logits
         whole = wide.switched.model(wide.ids).logits

@@ -51,6 +51,30 @@ class Trained:
         return self.sizes["tested"]
 
 
+def small_gpt2(vocabulary: int, positions: int, layers: int, width: int, seed: int) -> Any:
+    """A pre-norm decoder with learned positions, 4 heads and no dropout."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=positions,
+        n_embd=width,
+        n_layer=layers,
+        n_head=4,
+        activation_function="relu",  # GPT-2's own is a fifth of a training step on a CPU
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(config).eval()
+
+
 def switched(shared: Trained, candidates: tuple[str, ...]) -> SwitchableModel:
     """The shared model with a new policy; the model itself is not copied, since policies leave it alone."""
     import torch
