@@ -11,6 +11,7 @@ CLAIMS: dict[str, tuple[str, str]] = {
     # slug: (family, what it is in one line)
     "cam": ("serving", "Bounded key-value cache that merges the values of evicted tokens into kept ones"),
     "kivi": ("serving", "Tuning-free asymmetric 2-bit quantisation of the key-value cache"),
+    "normgd": ("statistics", "Gradient steps divided by the largest curvature, for fits that are singular"),
     "pgps": ("statistics", "Particles guided along a path of densities, for targets with far modes"),
     "quest": ("serving", "Query-aware page selection: decode from the part of the cache that matters"),
     "rqr": ("statistics", "Prediction intervals by relaxed quantile regression, narrower on skewed noise"),

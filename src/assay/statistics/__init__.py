@@ -11,9 +11,11 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "LwSPath": "pgps",
+        "NormGD": "normgd",
         "PGPS": "pgps",
         "PGPSBayesianMLPClassifier": "pgps",
         "PGPSResult": "pgps",
+        "PolynomialLinkRegressor": "normgd",
         "RQRLoss": "rqr",
         "RQRRegressor": "rqr",
         "RQRBoostingRegressor": "rqr",
@@ -23,5 +25,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "SteinKernel": "stein_thinning",
         "SteinCompressor": "stein_thinning",
         "Coreset": "stein_thinning",
+        "SymmetricGaussianMixture": "normgd",
+        "normgd_minimize": "normgd",
+        "singularity_report": "normgd",
     },
 )
