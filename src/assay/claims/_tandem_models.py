@@ -51,8 +51,8 @@ class Recipe:
 class Duel:
     """What all arms of a replicate share: the large model, the small one before training, data, and what is trained.
 
-    ``memo`` keeps trained drafters and reference outputs for the arms that need them again. ``scratch`` trains a model
-    of a kind that owes nothing to the large one, as long as that one.
+    ``memo`` keeps trained drafters and reference outputs for the arms that need them again. ``mid_size`` trains a
+    model between the two, which owes nothing to the large one.
     """
 
     primary: Any
@@ -61,7 +61,7 @@ class Duel:
     recipe: Recipe
     seed: int
     device: str
-    scratch: Callable[[str], Any] | None = None
+    mid_size: Callable[[], Any] | None = None
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def random(self, purpose: int) -> np.random.Generator:
@@ -161,15 +161,10 @@ def optimise(
         schedule.step()
 
 
-def train_primary(model: Any, source: Source, steps: int, seed: int, least: float) -> int:
+def train_from_scratch(model: Any, source: Source, steps: int, seed: int, least: float) -> float:
     """Train a model from scratch; go on while its accuracy on the second half of new chains is below ``least``.
 
-    Returns the steps that were made.
-
-    Raises
-    ------
-    RuntimeError
-        It stays below.
+    Returns the accuracy, which may have stayed below.
     """
     import torch
 
@@ -184,42 +179,23 @@ def train_primary(model: Any, source: Source, steps: int, seed: int, least: floa
     def loss_of(ids: torch.Tensor, step: int) -> torch.Tensor:
         return tandem_loss(model(ids).logits, ids)
 
-    made = 0
     for part in range(1 + MOST_EXTRA):
         count = EXTRA_STEPS if part else steps
         model.train()
         optimise([{"params": list(model.parameters()), "lr": 5e-3}], count, loss_of, batches(count))
         model.eval()
-        made += count
         with torch.inference_mode():
             right = model(test).logits[:, :-1].argmax(-1) == test[:, 1:]
         accuracy = right[:, right.shape[1] // 2 :].float().mean().item()
         if accuracy > least:
-            return made
-    raise RuntimeError(
-        f"the large model predicts {accuracy:.3f} of the symbols after {made} steps: it has not found the rule (above "
-        f"{least}), so that there is nothing to hand on"
-    )
-
-
-def from_scratch(kind: str, symbols: int, source: Source, steps: int, seed: int) -> Any:
-    """A model of two of the large one's layers ("mid-size"), or one of its size as a deep tandem ("deep"), trained."""
-    from assay.serving.tandem import deep_tandem
-
-    if kind == "mid-size":
-        model = small_llama(symbols, 64, 2, 4, seed + 700)
-    else:
-        model = deep_tandem(small_llama(symbols, 64, 3, 4, seed + 800), 2)
-    train_primary(model, source, steps, seed, least=-1.0)
-    return model.eval()
+            break
+    return accuracy
 
 
 def drafter(duel: Duel, kind: str) -> Any:
     """The trained drafter of a kind: a causal language model for "small-...", a tandem for "tandem-..."."""
 
     def make() -> Any:
-        if duel.scratch is not None and not kind.startswith(("small", "tandem")):
-            return duel.scratch(kind).to(duel.device)
         model = untrained(duel, kind)
         _train(duel, model, kind)
         return model.eval()
