@@ -10,6 +10,10 @@ from __future__ import annotations
 CLAIMS: dict[str, tuple[str, str]] = {
     # slug: (family, what it is in one line)
     "cam": ("serving", "Bounded key-value cache that merges the values of evicted tokens into kept ones"),
+    "distribution_kernels": (
+        "statistics",
+        "Kernel machines on bags of points: regression, classes and quantiles of distributions",
+    ),
     "kivi": ("serving", "Tuning-free asymmetric 2-bit quantisation of the key-value cache"),
     "normgd": ("statistics", "Gradient steps divided by the largest curvature, for fits that are singular"),
     "pgps": ("statistics", "Particles guided along a path of densities, for targets with far modes"),

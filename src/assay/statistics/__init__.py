@@ -10,6 +10,18 @@ from assay._lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "Bags": "distribution_kernels",
+        "DistributionClassifier": "distribution_kernels",
+        "DistributionQuantileRegressor": "distribution_kernels",
+        "DistributionRegressor": "distribution_kernels",
+        "MeanEmbedding": "distribution_kernels",
+        "MomentEmbedding": "distribution_kernels",
+        "SlicedWassersteinEmbedding": "distribution_kernels",
+        "as_bags": "distribution_kernels",
+        "bag_distances": "distribution_kernels",
+        "bag_gram": "distribution_kernels",
+        "bags_from_frame": "distribution_kernels",
+        "bags_from_padded": "distribution_kernels",
         "LwSPath": "pgps",
         "NormGD": "normgd",
         "PGPS": "pgps",
