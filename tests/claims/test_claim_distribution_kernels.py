@@ -54,6 +54,27 @@ def test_arms_report_what_they_say(task, setting, name):
         assert -0.8 < found["slope"] < -0.2 and found["embedding_error"] > 0
 
 
+def test_what_is_learned_comes_from_the_bags_for_it(task, monkeypatch):
+    """Features of test bags do not depend on other test bags, and DeepSets choose by bags that they have not seen."""
+    from assay.claims import _distribution_kernels_deepsets as deep
+
+    split = task.prepare("modes", 0)
+    few = dataclasses.replace(split, test=split.test.take(np.arange(5)))
+    np.testing.assert_array_equal(arms_of._features(few, 4)[1], arms_of._features(split, 4)[1][:5])
+    seen = []
+
+    class Spy(deep.DeepSets):
+        def __init__(self, train, *args):
+            seen.append(train.points)
+            super().__init__(train, *args)
+
+    monkeypatch.setattr(deep, "DeepSets", Spy)
+    CLAIM.arm("deepsets").run(split, 0)
+    learned, held = (split.train.take(rows).points for rows in arms_of.fold(split))
+    assert len(seen) == 3 and all(np.array_equal(s, learned) for s in seen[:2])
+    assert np.array_equal(seen[2], split.train.points) and not np.isin(held, learned).any()
+
+
 def test_arms_do_not_depend_on_those_before(task):
     fresh = BagOptions(**SMOKE).build(device="cpu", seed=0).prepare("modes", 0)
     for name in ("sw", "moments_forest", "deepsets"):

@@ -148,6 +148,13 @@ def test_random_features_approximate(kernel, n_components):
     assert np.linalg.eigvalsh(exact).min() > -1e-8
 
 
+@pytest.mark.parametrize("kernel", ["laplace", "matern32", "gaussian"])
+def test_a_point_is_at_no_distance_from_itself(kernel):
+    """Far points lose digits in ``|x|^2 + |y|^2 - 2 x'y``, and a square root makes half of the digits of the rest."""
+    far = [[[x, -2 * x]] for x in np.random.default_rng(0).normal(0, 1e6, 50)]
+    assert (np.diag(point_gram(far, None, kernel, 1.0)) == 1.0).all()
+
+
 def test_blocks_of_the_exact_gram_do_not_show():
     bags = [RNG.standard_normal((m, 2)) for m in (500, 30, 1300, 2, 700)]
     weights = [RNG.uniform(0, 1, len(b)) for b in bags]
