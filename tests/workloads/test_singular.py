@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 
 from assay.errors import InputError
-from assay.workloads.singular import SingularFits, draw, label, load_loss, pilot
+from assay.workloads.named import load_named
+from assay.workloads.singular import SingularFits, draw, label, pilot
 
 
 def build(**options):
@@ -78,7 +79,7 @@ def test_own_loss(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     (s,) = build(loss="singular_own:loss", d=2).prepare("loss", 0)
-    assert s.loss is load_loss("singular_own:loss") and s.start.shape == (2,)
+    assert s.loss is load_named("singular_own:loss", "--loss", "m:f") and s.start.shape == (2,)
     for wrong, words in (
         ("singular_own", "module:callable"),
         ("singular_own:number", "no function"),

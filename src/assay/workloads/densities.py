@@ -1,18 +1,12 @@
-"""Targets with far modes whose masses are known, and a user's own log density."""
+"""Targets with far modes whose masses are known."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from assay.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,30 +69,3 @@ def eight_dimensions(seed: int) -> GaussianMixture:
     means = np.zeros((4, 8))
     means[np.arange(4), np.arange(4)] = [1, -1, 1, -1]
     return GaussianMixture(tuple(weights.tolist()), tuple(map(tuple, means.tolist())), 0.15, 1.0)
-
-
-def source_of(reference: str) -> str:
-    """Identify the code of ``module:callable`` by the file of its module."""
-    module = importlib.import_module(reference.partition(":")[0])
-    file = getattr(module, "__file__", None)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
-
-
-def load_density(reference: str) -> Callable[..., Any]:
-    """A user's log density, named as ``module:callable``: a torch function of rows ``[n, d]`` to ``[n]``.
-
-    Raises
-    ------
-    InputError
-        The module cannot be imported, or has no such function.
-    """
-    module, _, name = reference.partition(":")
-    if not module or not name:
-        raise InputError(f"--target {reference!r} must have the form module:callable, e.g. mymodel:log_posterior")
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise InputError(f"--target {reference!r}: {error}") from error
-    if not callable(found):
-        raise InputError(f"--target {reference!r}: module {module!r} has no function {name!r}")
-    return found

@@ -6,8 +6,6 @@ A user's own table, or a loss of one's own, takes their place.
 from __future__ import annotations
 
 import hashlib
-import importlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from assay.errors import InputError
+from assay.workloads.named import load_named, source_of
 
 Float = NDArray[np.float64]
 #: Without signal, in the order of their seeds; then two fits that are (nearly) regular, for contrast.
@@ -93,28 +92,6 @@ def load_table(name: str, seed: int) -> Singular:
 def _start(d: int, seed: int) -> Float:
     u = np.random.default_rng(seed).normal(size=d)
     return 1.7 * u / np.linalg.norm(u)
-
-
-def load_loss(reference: str) -> Callable[[Any], Any]:
-    """A user's loss, named as ``module:callable``: a torch function of a vector to a scalar.
-
-    The module is imported because the user named it.
-
-    Raises
-    ------
-    InputError
-        The module cannot be imported, or has no such function.
-    """
-    module, _, name = reference.partition(":")
-    if not module or not name:
-        raise InputError(f"--loss {reference!r} must have the form module:callable, e.g. mymodel:loss")
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise InputError(f"--loss {reference!r}: {error}") from error
-    if not callable(found):
-        raise InputError(f"--loss {reference!r}: module {module!r} has no function {name!r}")
-    return found
 
 
 def _check_loss(loss: Callable[[Any], Any], reference: str, d: int) -> None:
@@ -233,17 +210,15 @@ class SingularFits:
         )
 
     def _loss(self, reference: str, seed: int) -> SingularTask:
-        loss = load_loss(reference)
+        loss = load_named(reference, "--loss", "mymodel:loss")
         _check_loss(loss, reference, self.d)
-        try:
-            source = inspect.getsource(inspect.getmodule(loss) or loss)
-        except (OSError, TypeError):
-            source = ""
         own = Singular(
             "loss", 1, np.zeros((1, self.d)), np.zeros(1), np.ones(self.d), np.zeros(self.d), float("nan"), 0, loss
         )
         title = f"{reference} in {self.d} dimensions"
-        return SingularTask(("loss",), _digest(reference, source, self.d, seed), title, None, (1,), self.d, seed, own)
+        return SingularTask(
+            ("loss",), _digest(reference, source_of(reference), self.d, seed), title, None, (1,), self.d, seed, own
+        )
 
 
 def _digest(*parts: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
+from assay._state import load_state, save_state
 from assay.statistics.pgps.sampler import PGPS, PGPSResult
 
 
@@ -49,6 +52,8 @@ class PGPSBayesianMLPClassifier(ClassifierMixin, BaseEstimator):
         Of the path; defaults 0.2 and 0.8.
     random_state
         Seed.
+    device
+        Where networks are sampled; default the CPU.
 
     Attributes
     ----------
@@ -74,6 +79,7 @@ class PGPSBayesianMLPClassifier(ClassifierMixin, BaseEstimator):
         alpha: float = 0.2,
         beta: float = 0.8,
         random_state: int | None = None,
+        device: str | None = None,
     ) -> None:
         self.hidden = hidden
         self.prior_var = prior_var
@@ -88,9 +94,18 @@ class PGPSBayesianMLPClassifier(ClassifierMixin, BaseEstimator):
         self.alpha = alpha
         self.beta = beta
         self.random_state = random_state
+        self.device = device
 
     def fit(self, X: Any, y: Any) -> PGPSBayesianMLPClassifier:
-        """Sample the posterior given rows ``X`` and labels ``y``."""
+        """Sample the posterior given rows ``X`` ``[n, d]`` and labels ``y`` ``[n]``.
+
+        Raises
+        ------
+        ValueError
+            A parameter is out of its range, or ``y`` holds one class.
+        FloatingPointError
+            Langevin moves diverge: ``langevin_step_size`` is too large for so many rows.
+        """
         X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         if not self.prior_var > 0:
@@ -99,7 +114,8 @@ class PGPSBayesianMLPClassifier(ClassifierMixin, BaseEstimator):
         if len(self.classes_) < 2:
             raise ValueError("y holds one class, and a classifier needs at least two")
         self._mean, self._scale = X.mean(0), np.where(X.std(0) > 0, X.std(0), 1.0)
-        rows, wanted = self._rows(X), torch.from_numpy(labels)
+        device = torch.device(self.device or "cpu")
+        rows, wanted = self._rows(X).to(device), torch.from_numpy(labels).to(device)
         classes = len(self.classes_)
         dim = self.hidden * (rows.shape[1] + 1) + classes * (self.hidden + 1)
 
@@ -124,14 +140,61 @@ class PGPSBayesianMLPClassifier(ClassifierMixin, BaseEstimator):
             psi=1e5,
             dt_max=self.dt_max,
             train_steps=self.train_steps,
+            first_train_steps=self.train_steps,
             lr=self.lr,
             tol=1e-2,
             langevin_steps=self.langevin_steps,
             langevin_step_size=self.langevin_step_size,
             final_langevin=self.final_langevin,
+            device=device,
             seed=None if seed is None else int(seed),
         )
-        self.result_: PGPSResult = sampler.run()
+        found = sampler.run()
+        self.result_: PGPSResult = replace(found, particles=found.particles.cpu(), weights=found.weights.cpu())
+        return self
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the fitted classifier to a folder, as safetensors and JSON; :meth:`load` reads it.
+
+        Raises
+        ------
+        TypeError
+            Classes or ``random_state`` are of a kind that JSON does not hold.
+        """
+        check_is_fitted(self)
+        parameters = self.get_params()
+        seed = parameters["random_state"]
+        parameters["random_state"] = int(seed) if isinstance(seed, np.integer) else seed
+        if not (seed is None or isinstance(seed, int | np.integer)):
+            raise TypeError(f"random_state must be an integer or None to be saved, not {type(seed).__name__}")
+        if self.classes_.dtype.kind not in "biufU" and not all(isinstance(c, str) for c in self.classes_):
+            raise TypeError(f"classes must be numbers or strings to be saved, not {self.classes_.dtype}")
+        config = {
+            "parameters": parameters,
+            "classes": self.classes_.tolist(),
+            "classes_dtype": self.classes_.dtype.str,
+            "feature_names": getattr(self, "feature_names_in_", np.array([])).tolist(),
+            "log_evidence": self.result_.log_evidence,
+            "n_score_evals": self.result_.n_score_evals,
+        }
+        numbers = {"mean": torch.from_numpy(self._mean), "scale": torch.from_numpy(self._scale)}
+        particles = {"particles": self.result_.particles, "weights": self.result_.weights}
+        return save_state(folder, type(self).__name__, config, numbers | particles)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> PGPSBayesianMLPClassifier:
+        """Read what :meth:`save` wrote; predictions are identical. The trace of the sampler is not kept."""
+        config, tensors = load_state(folder, cls.__name__, torch_tensors=True)
+        self = cls(**config["parameters"])
+        self.classes_ = np.array(config["classes"], dtype=np.dtype(config["classes_dtype"]))
+        self._mean, self._scale = tensors["mean"].numpy(), tensors["scale"].numpy()
+        self.n_features_in_ = len(self._mean)
+        if config["feature_names"]:
+            self.feature_names_in_ = np.array(config["feature_names"], dtype=object)
+        weights = tensors["weights"]
+        ess = float(1 / weights.square().sum())
+        evidence, count = config["log_evidence"], config["n_score_evals"]
+        self.result_ = PGPSResult(tensors["particles"], weights, evidence, ess, (), count)
         return self
 
     def _rows(self, X: Any) -> Tensor:

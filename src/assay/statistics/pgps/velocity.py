@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+
+SLOPES = (0.3, 4.0)  # of random hidden units, in units of 1 / sd of the particles
 
 
 class Velocity(nn.Module):
@@ -15,6 +20,10 @@ class Velocity(nn.Module):
     ----------
     dim, hidden
         Dimension and number of hidden units.
+    generator
+        Of the initial weights, which are uniform in ``+-1/sqrt(inputs)`` (as torch draws them).
+    dtype
+        Default float64.
     """
 
     def __init__(
@@ -27,7 +36,7 @@ class Velocity(nn.Module):
             for linear in (self.first, self.second):
                 bound = linear.in_features**-0.5
                 for p in linear.parameters():
-                    p.copy_((torch.rand(p.shape, generator=generator, dtype=dtype) * 2 - 1) * bound)
+                    p.copy_((torch.rand(p.shape, generator=generator, dtype=torch.float64) * 2 - 1) * bound)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Velocities ``[n, d]`` and divergences ``[n]`` at rows ``[n, d]``."""
@@ -50,8 +59,12 @@ def fit_adam(
     weights: Tensor,
     steps: int,
     tolerance: float,
+    lr: Callable[[float], float] | None = None,
 ) -> float:
-    """Adam on ``mean (r - mean change)^2`` with fixed particles, until it is below ``tolerance``; gives the loss."""
+    """Adam on ``mean (r - mean change)^2`` with fixed particles, until it is below ``tolerance``; gives the loss.
+
+    ``lr`` may give the learning rate from the loss, before each step.
+    """
     target = (weights * change).sum()
     loss_value = float("inf")
     for _ in range(steps):
@@ -60,56 +73,75 @@ def fit_adam(
         loss_value = loss.item()
         if loss_value < tolerance:
             break
+        if lr is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = lr(loss_value)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
     return loss_value
 
 
-def fit_least_squares(
-    hidden: int, x: Tensor, score: Tensor, change: Tensor, weights: Tensor, ridge: float, generator: torch.Generator
-) -> tuple[Tensor, Tensor, float]:
-    """Velocities and divergences of the network whose second layer solves the loss exactly, at random first layers.
+def random_layer(hidden: int, x: Tensor, weights: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Weights ``[hidden, d]`` and biases ``[hidden]`` of random sigmoid units among particles ``x`` ``[n, d]``.
 
-    The loss is quadratic in the second layer. Hidden units get a direction uniform on the sphere, a slope log-uniform
-    in ``[0.3, 4] / sd`` and a random particle as centre. Column ``(i, k)`` of the regression is ``score_i h_k + g_k
-    W1_ki``, that of bias ``i`` is ``score_i``; columns have unit weighted root mean square, and ``ridge`` is added to
-    the normal equations.
+    Units get a direction uniform on the sphere, a slope log-uniform in ``[0.3, 4] / sd`` and a random particle as
+    centre.
+    """
+    n, d = x.shape
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64).to(x)
+
+    mean = (weights[:, None] * x).sum(0)
+    spread = (weights[:, None] * (x - mean).square()).sum(0).sqrt().clamp(min=1e-12)
+    direction = torch.randn(hidden, d, generator=generator, dtype=torch.float64).to(x)
+    direction = direction / direction.norm(dim=1, keepdim=True)
+    low, high = (math.log(slope) for slope in SLOPES)
+    first = direction * torch.exp(low + (high - low) * rand(hidden))[:, None] / spread
+    centres = x[(rand(hidden) * n).long().clamp(max=n - 1)]
+    return first, -(centres * first).sum(-1)
+
+
+def fit_least_squares(
+    layer: tuple[Tensor, Tensor], x: Tensor, score: Tensor, change: Tensor, weights: Tensor, ridge: float
+) -> tuple[Tensor, Tensor, float]:
+    """Velocities and divergences of the network whose second layer solves the loss exactly, for a given first layer.
+
+    The loss is quadratic in the second layer. Column ``(i, k)`` of the regression is ``score_i h_k + g_k W1_ki``, that
+    of bias ``i`` is ``score_i``; columns have unit weighted root mean square, and ``ridge`` is added to the normal
+    equations, which are solved in float64.
+
+    Parameters
+    ----------
+    layer
+        First layer: weights ``[hidden, d]`` and biases ``[hidden]``, as of :func:`random_layer`.
+    x, score, change, weights
+        Particles ``[n, d]``, ``grad ln p_t`` ``[n, d]``, ``d/dt ln p_t`` ``[n]``, and weights ``[n]`` that sum to one.
+    ridge
+        Not negative.
 
     Returns
     -------
     Velocity ``[n, d]``, divergence ``[n]`` and the mean squared residual over that of no motion.
     """
-    n, d = x.shape
-    device, dtype = x.device, x.dtype
-
-    def rand(*shape: int, normal: bool = False) -> Tensor:
-        draw = torch.randn if normal else torch.rand
-        return draw(*shape, generator=generator, dtype=dtype).to(device)
-
-    mean = (weights[:, None] * x).sum(0)
-    spread = (weights[:, None] * (x - mean).square()).sum(0).sqrt().clamp(min=1e-12)
-    direction = rand(hidden, d, normal=True)
-    direction = direction / direction.norm(dim=1, keepdim=True)
-    low, high = (torch.log(torch.tensor(v, dtype=dtype)) for v in (0.3, 4.0))
-    slope = torch.exp(low.to(device) + (high - low).to(device) * rand(hidden))
-    w1 = direction * slope[:, None] / spread
-    centres = x[(rand(hidden) * n).long().clamp(max=n - 1)]
-    h = torch.sigmoid(x @ w1.T - (centres * w1).sum(-1))
+    first, bias = layer
+    hidden, d = first.shape
+    h = torch.sigmoid(x @ first.T + bias)
     g = h * (1 - h)
-    columns = [score[:, i : i + 1] * h + g * w1[:, i] for i in range(d)] + [score]
-    a = torch.cat(columns, 1)
-    root = weights.sqrt()[:, None]
-    scale = (root * a).norm(dim=0).clamp(min=1e-300)
-    a = a / scale
-    b = change - (weights * change).sum()
+    a = torch.cat([score[:, i : i + 1] * h + g * first[:, i] for i in range(d)] + [score], 1).double()
+    root = weights.double().sqrt()[:, None]
     left = root * a
+    scale = left.norm(dim=0).clamp(min=1e-300)
+    left = left / scale
+    b = change - (weights * change).sum()
     gram = left.T @ left
     gram.diagonal().add_(ridge)
-    u = torch.cholesky_solve((left.T @ (root * -b[:, None])), torch.linalg.cholesky(gram)).squeeze(1) / scale
-    w2 = u[: d * hidden].view(d, hidden)
-    velocity = h @ w2.T + u[d * hidden :]
-    divergence = g @ (w1 * w2.T).sum(-1)
+    right = left.T @ (root * -b[:, None])
+    solution = (torch.cholesky_solve(right, torch.linalg.cholesky(gram)).squeeze(1) / scale).to(x.dtype)
+    second = solution[: d * hidden].view(d, hidden)
+    velocity = h @ second.T + solution[d * hidden :]
+    divergence = g @ (first * second.T).sum(-1)
     left_over = residual(score, change, velocity, divergence) - (weights * change).sum()
-    size = (weights * b.square()).sum().clamp(min=1e-300)
+    size = (weights * b.square()).sum().clamp(min=1e-300 if x.dtype == torch.float64 else 1e-30)
     return velocity, divergence, float((weights * left_over.square()).sum() / size)
