@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := statistics,statistics-peers,serving,serving-peers,ray,postgresql,parquet,dev
+EXTRAS := statistics,statistics-peers,serving,serving-peers,representation,representation-peers,ray,postgresql,parquet,dev
 WORKERS ?= 2
 
 .PHONY: setup demo test test-fast lint results docs lock clean

@@ -10,6 +10,7 @@ from __future__ import annotations
 CLAIMS: dict[str, tuple[str, str]] = {
     # slug: (family, what it is in one line)
     "cam": ("serving", "Bounded key-value cache that merges the values of evicted tokens into kept ones"),
+    "dhel": ("representation", "Contrastive losses that pull and push separately, against collapsing embeddings"),
     "distribution_kernels": (
         "statistics",
         "Kernel machines on bags of points: regression, classes and quantiles of distributions",
