@@ -169,12 +169,6 @@ def test_the_exact_velocity_in_one_dimension_has_no_residual_and_finds_the_far_m
 def test_two_far_modes_with_weights_and_without():
     found = [right(PGPS(SETUP, 1, 1000, p0_scale=3.0, alpha=1.0, beta=0.8, seed=s).run()) for s in range(6)]
     assert 0.44 <= np.mean(found) <= 0.54
-    geometric = [
-        PGPS(SETUP, 1, 1000, p0_scale=3.0, alpha=0.0, beta=1.0, ess_threshold=e, seed=s).run()
-        for s, e in zip(range(6), (0.5, 0.0) * 3)
-    ]
-    assert 0.40 <= np.mean([right(r) for r in geometric]) <= 0.54, "over-fitted weights give 0.36"
-    assert abs(np.mean([r.log_evidence for r in geometric])) < 0.1, "and evidence of -0.13"
     plain = [
         right(PGPS(SETUP, 1, 1000, p0_scale=3.0, alpha=1.0, beta=0.8, weights=False, seed=s).run()) for s in range(6)
     ]
@@ -182,6 +176,19 @@ def test_two_far_modes_with_weights_and_without():
     draw = torch.Generator().manual_seed(0)
     lost = p.langevin(SETUP, 3 * torch.randn(1000, 1, generator=draw, dtype=torch.float64), 650, 1e-2, generator=draw)
     assert right(lost) < 0.12
+
+
+def test_weights_are_not_over_fitted():
+    """In eight dimensions, 520 columns for 1000 particles: with a ridge of 1e-4 the log evidence is off by -0.8."""
+    means = torch.zeros(4, 8, dtype=torch.float64)
+    means[range(4), range(4)] = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+
+    def log_prob(x):
+        z = ((x[:, None] - means) / 0.15).square().sum(-1)
+        return torch.logsumexp(-0.5 * z, 1) - math.log(4) - 8 * math.log(0.15) - 4 * math.log(2 * math.pi)
+
+    found = [PGPS(log_prob, 8, 1000, alpha=0.0, beta=1.0, seed=s).run().log_evidence for s in range(3)]
+    assert abs(np.mean(found)) < 0.4
 
 
 def test_the_papers_mode_runs():
@@ -410,9 +417,9 @@ def test_minibatches_are_unbiased():
 
     prior = normal(0.0, 1.0)
     log_prob = p.minibatches(prior, likelihood, [data], 4, generator=draw)
-    mean = torch.stack([p.Density(log_prob)(theta)[1] for _ in range(4000)]).mean(0)
+    mean = torch.stack([p.Density(log_prob)(theta)[1] for _ in range(1000)]).mean(0)
     exact = p.Density(lambda t: prior(t) + likelihood(t, data))(theta)[1]
-    assert_close(mean, exact, rtol=0, atol=4 * 12 / 4000**0.5 / 2)
+    assert_close(mean, exact, rtol=0, atol=4 * 6 / 1000**0.5)
     with pytest.raises(ValueError, match=r"batch_size must lie in \[1, 12\], not 13"):
         p.minibatches(prior, likelihood, [data], 13)
     with pytest.raises(ValueError, match="data must be tensors of one length"):
