@@ -248,7 +248,7 @@ class MeanEmbedding(_Embedding):
             mass = np.bincount(which.reshape(-1), mass).astype(np.float64)
             count = min(self.n_components or 0, int((mass > 0).sum()))
             self.landmarks_ = distinct[rng.choice(len(distinct), count, replace=False, p=mass / mass.sum())]
-            self.normalizer_ = inverse_root(point_gram(self.landmarks_[:, None], None, self.kernel, scale))
+            self.normalizer_ = symmetric_inverse_root(point_gram(self.landmarks_[:, None], None, self.kernel, scale))
             self._width = self.normalizer_.shape[1]
 
     def _vectors(self, bags: Bags) -> Array:
@@ -278,6 +278,19 @@ def inverse_root(gram: Array, rcond: float | None = None) -> Array:
     keep = values > max(least, np.finfo(float).tiny)
     # In the layout that a saved one is read in: products then agree to the last bit.
     return np.ascontiguousarray(vectors[:, keep] / np.sqrt(values[keep]))
+
+
+def symmetric_inverse_root(gram: Array, rcond: float = 1e-10) -> Array:
+    """``gram^(-1/2)`` (n, n) on the eigenvectors whose eigenvalues exceed ``rcond`` times the largest, else zero.
+
+    Unlike eigenvectors it has no sign to choose, so that features are the same on every machine; and what is left out
+    would be rounding error, divided by a small root.
+    """
+    from scipy.linalg import eigh
+
+    values, vectors = eigh(gram)
+    keep = values > max(rcond * values[-1], np.finfo(float).tiny)
+    return np.ascontiguousarray((vectors[:, keep] / np.sqrt(values[keep])) @ vectors[:, keep].T)
 
 
 class SlicedWassersteinEmbedding(_Embedding):
